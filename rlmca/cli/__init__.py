@@ -1,0 +1,1 @@
+"""The command line: commands, launching, and nothing else that reads the environment."""

@@ -1,0 +1,177 @@
+"""From a plain YAML value to a key's type, with an error that names the key and says what to write."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from rlmca.config.rewards import REGISTERED_REWARDS, REWARDS_LATER, RewardSpec
+from rlmca.config.schema import Key
+
+_TRUE = {"true", "yes", "on", "y", "t", "1"}
+_FALSE = {"false", "no", "off", "n", "f", "0"}
+
+
+class Unfit(ValueError):
+    """A value that does not fit its key; the text says what to write."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, if any is like it."""
+    lowered = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def convert(key: Key, value: Any) -> Any:
+    """`value` as the key's type, within its rule; raises Unfit."""
+    kind = key.type
+    optional = isinstance(kind, types.UnionType) and type(None) in typing.get_args(kind)
+    if optional:
+        if value is None or value == "":
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    made = _SPECIAL[key.name](value) if key.name in _SPECIAL else _to(kind, value, key)
+    for item in made if isinstance(made, list) else [made]:
+        problem = key.rule.problem(item)
+        if problem:
+            raise Unfit(problem)
+    return made
+
+
+def _to(kind: Any, value: Any, key: Key) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is list:
+        return _to_list(value, key.rule.split)
+    if origin is dict:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise Unfit(f"expected `name: value` pairs, got {value!r}")
+        return {str(name): item for name, item in value.items()}
+    if value is None:
+        raise Unfit("has no value: give one or leave the key out")
+    return {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}[kind](value)
+
+
+def _to_bool(value: Any) -> bool:
+    text = str(value).strip().lower()
+    if not isinstance(value, float) and text in _TRUE | _FALSE:
+        return text in _TRUE
+    raise Unfit(f"{value!r} is neither true nor false")
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise Unfit(f"{value!r} is not a number")
+    try:
+        made = float(value)
+    except (ValueError, OverflowError):
+        raise Unfit(f"{value!r} is not a number") from None
+    if not math.isfinite(made):
+        raise Unfit(f"{value!r} is not a finite number")
+    return made
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    made = _to_float(value)
+    if made != int(made):
+        raise Unfit(f"{value!r} is not a whole number")
+    return int(made)
+
+
+def _to_str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise Unfit(f"expected text, got {value!r}: put it in quotes if it is meant as text")
+
+
+def _to_list(value: Any, split: bool) -> list[str]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, list):
+        return [_to_str(item) for item in value]
+    text = _to_str(value)
+    return [part.strip() for part in text.split(",") if part.strip()] if split else [text]
+
+
+def _steps(value: Any) -> int:
+    if isinstance(value, float) and 0 < value < 1:
+        raise Unfit(f"{value} as a share of the run is not in this version; write a whole number of steps")
+    return _to_int(value)
+
+
+def _tracker_list(value: Any) -> list[str]:
+    names = [name for name in _to_list(value, True) if name.lower() != "none"]
+    if "all" in names:
+        raise Unfit("all: name the trackers, for example tensorboard")
+    return names
+
+
+def _resume(value: Any) -> str | None:
+    if isinstance(value, bool) or str(value).lower() in {"true", "false", "auto"}:
+        return "auto" if str(value).lower() in {"true", "auto"} else None
+    return _to_str(value)
+
+
+def _engine_name(value: Any) -> str:
+    return "local" if value == "torch" else _to_str(value)
+
+
+def _rewards(value: Any) -> list[RewardSpec]:
+    if isinstance(value, dict):
+        value = [value]
+    entries = value if isinstance(value, list) else _to_list(value, True)
+    return [_reward(entry) for entry in entries]
+
+
+def _reward(entry: Any) -> RewardSpec:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
+        raise Unfit(f"{entry!r}: write a name or {{name: math, weight: 1.0, options: {{...}}}}")
+    name = entry["name"]
+    if name in REWARDS_LATER:
+        raise Unfit(REWARDS_LATER[name])
+    if ":" not in name and name not in REGISTERED_REWARDS:
+        close = nearest(name, REGISTERED_REWARDS)
+        known = f"known: {', '.join(REGISTERED_REWARDS)}, path/file.py:function, package.module:function"
+        hint = f"did you mean {close}?" if close else known
+        raise Unfit(f"there is no reward {name}; {hint}")
+    for field in entry:
+        if field not in ("name", "weight", "options"):
+            close = nearest(str(field), ("name", "weight", "options"))
+            hint = f"did you mean {close}?" if close else "arguments of the function go under options"
+            raise Unfit(f"reward {name} has no part {field!r}: {hint}")
+    options = entry.get("options") or {}
+    if not isinstance(options, dict):
+        raise Unfit(f"reward {name}: options must be `name: value` pairs, got {options!r}")
+    try:
+        weight = _to_float(entry.get("weight", 1.0))
+    except Unfit as error:
+        raise Unfit(f"reward {name}: weight {error}") from None
+    return RewardSpec(name, weight, {str(k): v for k, v in options.items()})
+
+
+_SPECIAL = {
+    "logging_steps": _steps,
+    "save_steps": _steps,
+    "eval_steps": _steps,
+    "report_to": _tracker_list,
+    "resume_from_checkpoint": _resume,
+    "rollout_engine": _engine_name,
+    "rewards": _rewards,
+}

@@ -1,0 +1,26 @@
+"""Keys of the data: which sets, how rows become tokens, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlmca.config.fields import option
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data sets and how their rows are read."""
+
+    dataset: list[str] = option([], "Training sets: names in dataset_info.json or reasoning_gym:TASK?size=N&seed=S; a list or a,b.")
+    eval_dataset: list[str] = option([], "Evaluation sets, written like dataset.")
+    dataset_dir: str = option("data", "Folder with dataset_info.json and the files it names.")
+    cutoff_len: int = option(2048, "Longest supervised row in tokens; longer rows are cut.", at_least=2)
+    train_on_prompt: bool = option(False, "Train on prompt tokens too, not on replies alone.")
+    mask_history: bool = option(False, "Train on the last turn of a conversation only.")
+    max_samples: int | None = option(None, "Read at most this many rows of each set.", at_least=1)
+    val_size: float = option(0.0, "Rows (or share of rows, below 1) held out of dataset for evaluation.", at_least=0)
+    eval_on_each_dataset: bool = option(False, "Report every set of eval_dataset by itself.")
+    default_system: str | None = option(None, "System message for rows that have none.")
+    enable_thinking: bool = option(True, "Render replies of thinking models with their thought.")
+    disable_shuffling: bool = option(False, "Keep rows in the order of the files.")
+    data_seed: int | None = option(None, "Seed of the data order; seed when not set.", at_least=0)

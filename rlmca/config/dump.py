@@ -1,0 +1,47 @@
+"""A configuration written back as YAML: every value as resolved, no secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from rlmca.config import checks
+from rlmca.config.reading import scalar_resolvers
+from rlmca.config.rewards import RewardSpec
+from rlmca.config.schema import RunConfig, keys
+
+_SECRET_NAMES = {"api_key", "token", "hf_token", "hub_token", "access_token", "auth_token", "password", "secret"}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either this program's YAML or YAML 1.1 would read as something else."""
+
+    yaml_implicit_resolvers = scalar_resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
+
+
+def to_yaml(cfg: RunConfig) -> str:
+    """YAML that loads back to an equal configuration (secrets apart); keys of the other stage are left out."""
+    skipped = set(checks.GRPO_ONLY if cfg.stage == "sft" else checks.SFT_ONLY)
+    if cfg.engine != "megatron":
+        skipped |= set(checks.MEGATRON_ONLY)
+    values: dict[str, Any] = {"stage": cfg.stage}
+    for name, key in keys().items():
+        if name == "stage" or name in skipped or key.rule.secret:
+            continue
+        value = getattr(getattr(cfg, key.section), name)
+        if value is not None:
+            values[name] = _plain(value)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1000)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RewardSpec):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if not (isinstance(v, str) and str(k).lower() in _SECRET_NAMES)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,208 @@
+"""LLaMA-Factory's own options that are not honoured, by meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlmca.config.foreign.entry import Foreign, no_effect, refuse
+
+_LATER = "not in this version"
+
+TOKENIZER: Mapping[str, Foreign] = {
+    **refuse("use_fast_tokenizer", "slow tokenizers are not in this version", "write true", True),
+    **refuse(
+        "add_tokens add_special_tokens new_special_tokens_config resize_vocab split_special_tokens", f"changing the vocabulary is {_LATER}"
+    ),
+    **refuse("init_special_tokens", f"changing the vocabulary is {_LATER}", "", "noise_init"),
+    **refuse("model_max_length block_diag_attn", "set by the program that knows it, not by a user", "write cutoff_len for the row length"),
+}
+LOADING: Mapping[str, Foreign] = {
+    **no_effect("low_cpu_mem_usage", "weights are read tensor by tensor always"),
+    **refuse("device_map", "Megatron ranks place the model", "write tensor_model_parallel_size and pipeline_model_parallel_size", "auto"),
+    **refuse("offload_folder", f"offloading to disk is {_LATER}", "", "offload"),
+    **refuse("compute_dtype", "set by bf16", "write bf16: true or leave it out for float32"),
+    **refuse("infer_dtype", f"the dtype of rollouts follows bf16; another one is {_LATER}", "write auto", "auto"),
+    **refuse("infer_backend", f"other backends are {_LATER}", "write huggingface", "huggingface", "hf"),
+    **refuse("use_kv_cache", "replies are always written with a KV cache", "write true", True),
+    **refuse("ms_hub_token om_hub_token", f"ModelScope and Modelers hubs are {_LATER}", "use the Hugging Face hub or a local folder"),
+    **refuse("print_param_status", f"{_LATER}", "rlmca-cli train ... --dry_run prints the parameters of each rank"),
+}
+ARCHITECTURE: Mapping[str, Foreign] = {
+    **refuse("rope_scaling", f"changing the model's RoPE is {_LATER}", "write it into the model's config.json"),
+    **refuse("shift_attn mixture_of_depths", f"changing the model's attention is {_LATER}"),
+    **refuse("moe_aux_loss_coef", f"mixture-of-experts models are {_LATER}", "", 0),
+}
+KERNELS: Mapping[str, Foreign] = {
+    **refuse(
+        "use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels", "kernels of the Hugging Face backend", "leave it out on Megatron"
+    ),
+    **no_effect("disable_gradient_checkpointing", "activations are recomputed only when recompute_granularity is set"),
+    **no_effect("use_reentrant_gc", "recompute is Megatron's own"),
+    **no_effect("upcast_layernorm upcast_lmhead_output", "norms and log-probabilities are computed in float32 always"),
+}
+QUANTIZATION: Mapping[str, Foreign] = {
+    **refuse("quantization_bit quantization_device_map", f"quantised training is {_LATER}", "leave it out"),
+    **refuse("quantization_method", f"quantised training is {_LATER}", "leave it out", "bnb"),
+    **refuse("quantization_type", f"quantised training is {_LATER}", "leave it out", "nf4"),
+    **refuse("double_quantization", f"quantised training is {_LATER}", "leave it out", True),
+}
+MEDIA: Mapping[str, Foreign] = {
+    **refuse(
+        "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps video_maxlen "
+        "use_audio_in_video audio_sampling_rate media_dir",
+        f"models that read images, video or sound are {_LATER}",
+        "leave it out for a text model",
+    ),
+    **refuse("freeze_vision_tower freeze_multi_modal_projector", f"vision models are {_LATER}", "leave it out", True),
+    **refuse("freeze_language_model", f"vision models are {_LATER}", "leave it out"),
+}
+EXPORT: Mapping[str, Foreign] = {
+    **refuse("export_device", "the export streams through host memory", "write auto", "auto", "cpu"),
+    **refuse("export_quantization_bit export_quantization_dataset", f"quantised export is {_LATER}"),
+    **refuse("export_quantization_nsamples", f"quantised export is {_LATER}", "", 128),
+    **refuse("export_quantization_maxlen", f"quantised export is {_LATER}", "", 1024),
+    **refuse("export_hub_model_id", f"uploading is {_LATER}", "export to export_dir and upload the folder"),
+}
+SERVING: Mapping[str, Foreign] = {
+    **refuse(
+        "vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config",
+        "vLLM is not one of the rollout engines",
+        "write rollout_engine: local",
+    ),
+    **refuse(
+        "sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
+        f"SGLang is {_LATER}",
+        "write rollout_engine: local",
+    ),
+}
+OTHER_BACKENDS: Mapping[str, Foreign] = {
+    **refuse(
+        "use_kt kt_cpu_activation kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path kt_use_lora_experts "
+        "kt_lora_expert_num kt_lora_expert_intermediate_size kt_config _kt_inference_config _kt_config_handle _kt_adapter_artifact_path",
+        "KTransformers is not one of the engines",
+        "set USE_MCA=1 for Megatron",
+    ),
+    **refuse("use_hyper_parallel hyper_parallel_args hyper_parallel_cp_size", "HyperParallel is not one of the engines", "", 1),
+    **refuse("use_megatron_bridge megatron_bridge_args", "weights are mapped by the program's own layouts", "set USE_MCA=1"),
+    **refuse("use_packed_sequences", f"packing is {_LATER}"),
+    **refuse("mixed_precision", "precision has one key", "write bf16: true, or leave it out for float32"),
+    **refuse(
+        "megatron_pretrained_checkpoint",
+        f"starting from a Megatron checkpoint is {_LATER}",
+        "write a Hugging Face folder in model_name_or_path",
+    ),
+    **refuse("export_hf_on_finish", "has another name here", "write save_hf_model"),
+    **refuse("extra_config", "has another name here", "write additional_configs"),
+}
+DATA: Mapping[str, Foreign] = {
+    **refuse("streaming", f"streamed data sets are {_LATER}", "write max_samples to read less"),
+    **refuse("packing neat_packing", f"packing is {_LATER}"),
+    **refuse("mix_strategy", f"interleaving is {_LATER}", "write concat", "concat"),
+    **refuse("interleave_probs", f"interleaving is {_LATER}"),
+    **refuse("tool_format", f"tool calls are {_LATER}"),
+    **refuse("preserve_thinking", f"{_LATER}; thoughts follow the tokenizer's chat template"),
+    **refuse("tokenized_path", f"saving tokenised data is {_LATER}"),
+    **refuse("ignore_pad_token_for_loss", "padding is never trained on", "write true", True),
+    **no_effect("overwrite_cache", "sources are read anew in every run"),
+    **no_effect("preprocessing_num_workers", "each process tokenises the rows by itself"),
+    **no_effect("buffer_size", "belongs to streaming"),
+    **no_effect("preprocessing_batch_size", "rows are tokenised as they come"),
+    **no_effect("data_shared_file_system", "every process reads the data by itself"),
+    **refuse("eval_num_beams", f"beam search is {_LATER}", "write 1", 1),
+}
+GENERATION: Mapping[str, Foreign] = {
+    **refuse("num_beams", f"beam search is {_LATER}", "write 1", 1),
+    **refuse("max_length", "counts the prompt too, which is ambiguous", "write max_new_tokens and max_prompt_len"),
+    **refuse("repetition_penalty length_penalty", f"penalties are {_LATER}", "write 1.0", 1),
+    **refuse("skip_special_tokens", f"{_LATER}", "write true", True),
+}
+ADAPTERS: Mapping[str, Foreign] = {
+    **refuse(
+        "adapter_name_or_path adapter_folder additional_target lora_alpha lora_dropout lora_rank lora_target loraplus_lr_ratio "
+        "loraplus_lr_embedding use_rslora use_dora pissa_init pissa_iter pissa_convert create_new_adapter module_dropout oft_rank "
+        "oft_block_size oft_target",
+        f"adapters are {_LATER}",
+        "leave it out and write finetuning_type: full",
+    ),
+    **refuse(
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
+        f"partial training is {_LATER}",
+        "leave it out and write finetuning_type: full",
+    ),
+    **refuse("use_llama_pro", f"block expansion is {_LATER}"),
+}
+PREFERENCES: Mapping[str, Foreign] = {
+    **refuse(
+        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha",
+        f"preference training is {_LATER}",
+    ),
+    **refuse("ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards", f"stage ppo is {_LATER}", "write stage: grpo"),
+    **refuse("ref_model_adapters ref_model_quantization_bit", f"adapters and quantisation are {_LATER}", "write ref_model"),
+    **refuse(
+        "reward_model reward_model_adapters reward_model_quantization_bit",
+        f"reward models are {_LATER}",
+        "write rewards: with functions",
+    ),
+    **refuse("reward_model_type", f"reward models are {_LATER}", "write rewards: with functions", "lora"),
+}
+OPTIMISERS: Mapping[str, Foreign] = {
+    **refuse(
+        "use_galore galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise use_apollo "
+        "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type "
+        "apollo_layerwise apollo_scale_front use_badam badam_mode badam_start_block badam_switch_mode "
+        "badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose use_adam_mini use_muon",
+        f"optimisers other than AdamW are {_LATER}",
+        "leave it out",
+    ),
+    **refuse("pure_bf16", "bfloat16 weights without float32 masters lose small updates", "write bf16: true"),
+    **refuse("use_dft_loss use_asft_loss use_eaft_loss", f"other supervised losses are {_LATER}"),
+    **refuse("asft_alpha eaft_alpha", f"other supervised losses are {_LATER}"),
+}
+TRACKING: Mapping[str, Foreign] = {
+    **refuse("use_swanlab", "has another name here", "write report_to: swanlab"),
+    **refuse(
+        "swanlab_project swanlab_workspace swanlab_run_name swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret",
+        f"settings of a tracker are {_LATER}",
+        "write report_to: swanlab and run_name; SwanLab reads its own environment variables",
+    ),
+    **refuse("swanlab_mode", f"settings of a tracker are {_LATER}", "SwanLab reads its own environment variables", "cloud"),
+    **refuse("compute_accuracy", f"token accuracy is {_LATER}"),
+    **refuse("early_stopping_steps", f"early stopping is {_LATER}", "write max_steps"),
+    **no_effect("include_effective_tokens_per_second", "throughput is always logged"),
+}
+LAUNCH: Mapping[str, Foreign] = {
+    **refuse("ray_num_workers ray_init_kwargs", f"Ray is {_LATER}", "set NPROC_PER_NODE for torchrun", 1),
+    **refuse("master_addr master_port", "belongs to the environment", "set MASTER_ADDR and MASTER_PORT"),
+    **refuse(
+        "enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat "
+        "profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
+        f"the profiler is {_LATER}",
+    ),
+}
+BENCHMARKS: Mapping[str, Foreign] = {
+    **refuse(
+        "task task_dir batch_size lang n_shot save_dir download_mode",
+        "LLaMA-Factory's benchmark command has no counterpart",
+        "use rlmca-cli eval with eval_dataset, rewards and output_dir",
+    ),
+}
+
+LLAMAFACTORY: Mapping[str, Foreign] = {
+    **TOKENIZER,
+    **LOADING,
+    **ARCHITECTURE,
+    **KERNELS,
+    **QUANTIZATION,
+    **MEDIA,
+    **EXPORT,
+    **SERVING,
+    **OTHER_BACKENDS,
+    **DATA,
+    **GENERATION,
+    **ADAPTERS,
+    **PREFERENCES,
+    **OPTIMISERS,
+    **TRACKING,
+    **LAUNCH,
+    **BENCHMARKS,
+}

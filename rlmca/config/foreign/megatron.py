@@ -1,0 +1,56 @@
+"""Options of mcore_adapter and Megatron-Core that are not honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlmca.config.foreign.entry import Foreign, no_effect, refuse
+
+_LATER = "not in this version"
+_MOE = f"mixture-of-experts models are {_LATER}"
+
+MEGATRON: Mapping[str, Foreign] = {
+    **refuse("context_parallel_size", f"context parallelism is {_LATER}", "write 1", 1),
+    **refuse("expert_model_parallel_size expert_tensor_parallel_size", f"expert parallelism is {_LATER}", "write 1", 1),
+    **refuse("virtual_pipeline_model_parallel_size", f"interleaved pipelines are {_LATER}", "leave it out", 1),
+    **refuse(
+        "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        f"uneven pipelines are {_LATER}",
+        "leave it out: layers are split evenly",
+    ),
+    **refuse("overlap_p2p_comm", f"belongs to interleaved pipelines, which are {_LATER}"),
+    **refuse("variable_seq_lengths", f"micro-batches of different widths are {_LATER}", "leave it out"),
+    **refuse("cp_comm_type", f"context parallelism is {_LATER}"),
+    **refuse("max_tokens_per_microbatch", f"micro-batches by token count are {_LATER}", "write per_device_train_batch_size"),
+    **refuse("sequence_packing", f"packing is {_LATER}"),
+    **refuse("apply_rope_fusion", f"the fused RoPE kernel is {_LATER}", "leave it out: the result is the same"),
+    **no_effect("cross_entropy_loss_fusion", "the loss is made from the program's own vocabulary-parallel log-probabilities"),
+    **refuse(
+        "masked_softmax_fusion bias_dropout_fusion attention_dropout hidden_dropout",
+        "is one of the further TransformerConfig fields",
+        "write it under additional_configs",
+        elsewhere=True,
+    ),
+    **refuse(
+        "moe_grouped_gemm moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_enable_routing_replay moe_layer_recompute", _MOE
+    ),
+    **refuse("moe_token_dispatcher_type moe_expert_capacity_factor moe_token_drop_policy moe_router_dtype", _MOE),
+    **refuse("moe_aux_loss_coeff", _MOE, "", 0),
+    **refuse("mtp_num_layers", f"multi-token prediction is {_LATER}", "", 0),
+    **refuse(
+        "calculate_per_token_loss",
+        "Megatron's per-token path has one integer counter and inflates auxiliary losses; losses here already have global denominators",
+        "leave it out: the token mean is exact however a batch is split",
+    ),
+    **refuse("cuda_graph_impl cuda_graph_scope", f"CUDA graphs are {_LATER}", "", "none"),
+    **refuse("fp8 fp8_recipe fp8_param fp8_backend fp8_enable_fsdp_float8_all_gather", f"FP8 is {_LATER}", "write bf16: true"),
+    **refuse("optimizer", f"optimisers other than AdamW are {_LATER}", "write adam", "adam", "adamw"),
+    **refuse("optimizer_cpu_offload", f"optimiser offload is {_LATER}"),
+    **refuse("optimizer_offload_fraction", f"optimiser offload is {_LATER}", "", 0),
+    **refuse("distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient", f"resuming on another layout is {_LATER}"),
+    **refuse("delay_grad_reduce ddp_average_in_collective ddp_bucket_size", f"tuning of Megatron's DDP is {_LATER}"),
+    **no_effect("check_for_nan_in_loss_and_grad", "a step with a non-finite gradient is always found, skipped and logged"),
+    **refuse("async_save ckpt_d2h_non_blocking", f"saving in the background is {_LATER}"),
+    **refuse("save_merged_model", f"adapters are {_LATER}", "write save_hf_model"),
+    **refuse("compile_warmup", f"torch.compile is {_LATER}"),
+}

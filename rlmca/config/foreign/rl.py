@@ -1,0 +1,31 @@
+"""Reinforcement-learning keys that come later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlmca.config.foreign.entry import Foreign, refuse
+
+_LATER = "not in this version"
+
+RL: Mapping[str, Foreign] = {
+    **refuse("reward_normalize", f"{_LATER}", "write none", "none"),
+    **refuse("cispo_cap", f"policy_loss cispo is {_LATER}"),
+    **refuse("rollout_correction", f"{_LATER}", "write none", "none"),
+    **refuse("rollout_correction_cap rollout_correction_range", f"rollout_correction is {_LATER}"),
+    **refuse("kl_target", f"an adaptive KL coefficient is {_LATER}", "write kl_coef"),
+    **refuse("gamma lam value_clip vf_coef critic_learning_rate critic_model", f"a value model is {_LATER}", "write rl_algorithm: grpo"),
+    **refuse("critic_warmup_steps", f"a value model is {_LATER}", "write rl_algorithm: grpo", 0),
+    **refuse("early_stop_kl", f"{_LATER}", "leave it out"),
+    **refuse("dynamic_sampling dynamic_sampling_max_batches", f"{_LATER}", "write drop_zero_std_groups: true"),
+    **refuse("oversample", f"{_LATER}", "write 1.0", 1),
+    **refuse("overlong_buffer", f"overlong shaping is {_LATER}", "write mask_truncated: true", 0),
+    **refuse("overlong_penalty", f"overlong shaping is {_LATER}", "write mask_truncated: true"),
+    **refuse("thinking_ratio", f"{_LATER}", "write enable_thinking: true or false"),
+    **refuse("train_critic critic_reward_batch_size critic_flush_seconds", f"the online critic is {_LATER}"),
+    **refuse("use_ray ray_address max_restarts", f"RL over several processes is {_LATER}", "leave it out"),
+    **refuse("sglang sglang_base_urls", f"SGLang is {_LATER}", "write rollout_engine: local"),
+    **refuse("sync", f"weights go to the local rollout engine in memory; other ways are {_LATER}", "leave it out"),
+    **refuse("async_staleness", f"generation ahead of training is {_LATER}", "write 0", 0),
+    **refuse("colocate", "the local rollout engine always shares the trainer's device", "leave it out", True),
+}

@@ -1,0 +1,43 @@
+"""Keys of the Megatron-Core engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlmca.config.fields import option
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Parallel layout and memory of the Megatron engine."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks over which each layer is split.", at_least=1)
+    pipeline_model_parallel_size: int = option(1, "Stages over which the layers are split.", at_least=1)
+    sequence_parallel: bool = option(False, "Split norms and residuals along the sequence over the tensor ranks.")
+    use_distributed_optimizer: bool = option(True, "Split optimiser state over the data-parallel ranks.")
+    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass runs.")
+    overlap_param_gather: bool = option(False, "Gather parameters while the forward pass runs; needs overlap_grad_reduce.")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "Accumulate and reduce gradients in float32.")
+    recompute_granularity: str | None = option(None, "Recompute activations in the backward pass.", choices=("full", "selective"))
+    recompute_method: str | None = option(None, "How full recompute picks layers.", choices=("uniform", "block"))
+    recompute_num_layers: int | None = option(None, "Layers of one recompute unit (uniform) or recomputed per stage (block).", at_least=1)
+    recompute_modules: list[str] | None = option(
+        None,
+        "Parts that selective recompute recomputes; core_attn when not set.",
+        choices=("core_attn", "layernorm", "mlp"),
+        refused={
+            k: f"{k}: not in this version; write core_attn, layernorm or mlp" for k in ("moe", "moe_act", "shared_experts", "mla_up_proj")
+        },
+    )
+    bias_activation_fusion: bool = option(False, "Fuse bias and activation of the MLP.")
+    transformer_impl: str = option(
+        "auto", "Layer kernels. auto: Transformer Engine when present, else torch.", choices=("auto", "local", "transformer_engine")
+    )
+    ckpt_format: str = option(
+        "torch_dist",
+        "Format of checkpoints.",
+        choices=("torch_dist",),
+        refused={k: f"{k}: not in this version; write torch_dist" for k in ("torch", "zarr", "fsdp_dtensor")},
+    )
+    additional_configs: dict[str, Any] = option({}, "Further TransformerConfig fields by Megatron's names, such as attention_dropout.")

@@ -1,0 +1,98 @@
+"""The sections of a configuration and the index from a flat key to its section."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmca.config.data import DataConfig
+from rlmca.config.environment import Environment
+from rlmca.config.export import ExportConfig
+from rlmca.config.fields import Rule, option
+from rlmca.config.generation import GenerationConfig
+from rlmca.config.megatron import MegatronConfig
+from rlmca.config.model import ModelConfig
+from rlmca.config.rewards import RewardsConfig
+from rlmca.config.rl import RLConfig
+from rlmca.config.rollout import RolloutConfig
+from rlmca.config.train import TrainConfig
+
+_STAGES_LATER = ("pt", "rm", "ppo", "dpo", "kto", "orpo", "simpo")
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What kind of training it is."""
+
+    stage: str = option(
+        "sft",
+        "Kind of training: sft (supervised) or grpo (reinforcement learning).",
+        choices=("sft", "grpo"),
+        refused={name: f"stage {name}: not in this version; write sft or grpo" for name in _STAGES_LATER},
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A checked configuration. A flat YAML key is a field of exactly one section.
+
+    `engine` is megatron for training; the commands that need no training engine have none without USE_MCA=1.
+    `given` holds the keys that the file and the overrides set, `notes` one sentence per key without effect.
+    """
+
+    stage: str = "sft"
+    engine: str = "megatron"
+    env: Environment = field(default_factory=Environment)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+SECTIONS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "megatron": MegatronConfig,
+    "generation": GenerationConfig,
+    "rl": RLConfig,
+    "rewards": RewardsConfig,
+    "rollout": RolloutConfig,
+    "export": ExportConfig,
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One honoured key: its section, type, default and rule."""
+
+    name: str
+    section: str
+    type: Any
+    default: Any
+    rule: Rule
+
+
+@functools.cache
+def keys() -> Mapping[str, Key]:
+    """Every honoured key by name, in the order of the sections."""
+    found: dict[str, Key] = {}
+    for section, cls in {"stage": StageConfig, **SECTIONS}.items():
+        hints = typing.get_type_hints(cls)
+        fresh = cls()
+        for f in dataclasses.fields(cls):
+            default = getattr(fresh, f.name)
+            assert f.name not in found, f"{f.name} is in two sections"
+            found[f.name] = Key(f.name, section, hints[f.name], default, f.metadata["rule"])
+    return found

@@ -1,0 +1,1 @@
+"""A model on ranks: train a batch, give log-probabilities, hand out weights, save and load."""

@@ -1,0 +1,42 @@
+"""What an engine is to everything above it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.transfer.stream import LiveWeights
+from rlmca.types import Batch
+
+
+class Engine(Protocol):
+    """A model on ranks. Every method is collective over the engine's ranks.
+
+    A `batch` is this data-parallel rank's share; ranks of one share pass the same batch. How the share is cut
+    into micro-batches, padded and sent through pipeline stages is the engine's own business and changes no number.
+    """
+
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+        """One optimizer step on the batch of all ranks together.
+
+        Returns the loss's metrics, `loss`, `grad_norm` (before clipping), and `skipped` (1.0 when no target was
+        live or a number was not finite: weights and optimizer state are then untouched).
+        """
+        ...
+
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+        """Log-probabilities (and entropy, nats) of the batch's targets, [B, T], zero elsewhere; without gradient."""
+        ...
+
+    def weights(self) -> LiveWeights:
+        """The live parameters with the layout that says what they are."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write weights and optimizer state into the folder `path`."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Continue from a folder that `save` wrote."""
+        ...

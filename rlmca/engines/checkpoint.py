@@ -1,0 +1,91 @@
+"""Weights, optimizer and random states as a Megatron distributed checkpoint.
+
+The folder holds `weights/` (torch_dist, readable by plain megatron-core under any layout) and one `rng-R.pt` a rank.
+"""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from rlmca.models.policy import PolicyModel
+from rlmca.parallel.groups import Parallel
+
+
+def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: Parallel) -> None:
+    """Write the state of all ranks below `path`; collective."""
+    weights = path / "weights"
+    if parallel.is_main:
+        weights.mkdir(parents=True, exist_ok=True)
+    parallel.barrier()
+    if filesystem_async._results_queue is None:
+        # Megatron would spawn a manager process to carry results out of an asynchronous save. This save is synchronous
+        # and reports inside this process; a manager would outlive a killed run and need a guarded __main__.
+        filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(_sharded(model, optimizer, is_loading=False), str(weights))
+    rng = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    torch.save(rng, path / f"rng-{parallel.rank}.pt")
+    parallel.barrier()
+
+
+def load_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: Parallel) -> None:
+    """Fill model and optimizer from a folder that `save_state` wrote; collective.
+
+    Random states are restored when the checkpoint was written by as many ranks; another number of ranks draws anew
+    from the run's seed.
+    """
+    own = path / f"rng-{parallel.rank}.pt"
+    state = dist_checkpointing.load(_sharded(model, optimizer, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    if own.exists() and len(list(path.glob("rng-*.pt"))) == parallel.world_size:
+        rng = torch.load(own, weights_only=True)
+        torch.set_rng_state(rng["torch"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+
+
+def _sharded(model: PolicyModel, optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:
+    # a new dict each time: Megatron writes the current process groups into it
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            _index_by_buffer(part)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _index_by_buffer(optimizer: Any) -> None:
+    """Make a distributed optimizer's gathered state agree with the positions that it is then cut by.
+
+    megatron-core 0.16 gathers master weights and moments without the padding between buckets, and cuts parameters out of
+    them by positions that count the padding: with several buckets (a tied embedding under pipeline parallelism has one of
+    its own) the checkpoint holds shifted numbers, and Megatron only warns of "data corruption". Here the padding is put
+    back before the cut.
+    """
+    if not hasattr(optimizer, "get_parameter_state_dp_zero") or hasattr(optimizer, "_rlmca_indexed"):
+        return
+    gather = optimizer.get_parameter_state_dp_zero
+
+    def gather_padded(*args: Any, **kwargs: Any) -> Any:
+        state = gather(*args, **kwargs)
+        for number, buffer in enumerate(optimizer.buffers if state is not None else []):
+            for tensors in state[number].values():
+                for key in [key for key, value in tensors.items() if torch.is_tensor(value)]:
+                    padded = tensors[key].new_zeros(buffer.numel)
+                    start = 0
+                    for bucket in buffer.buckets:
+                        size = bucket.numel_unpadded
+                        padded[bucket.offset : bucket.offset + size] = tensors[key][start : start + size]
+                        start += size
+                    tensors[key] = padded
+        return state
+
+    optimizer.get_parameter_state_dp_zero, optimizer._rlmca_indexed = gather_padded, True

@@ -1,0 +1,216 @@
+"""The Megatron-Core engine: one policy (or frozen reference) under tensor, pipeline and data parallelism.
+
+Shape legend: B rows, T tokens of the padded row, N targets of a micro-batch in row-major order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.engines.checkpoint import load_state, save_state
+from rlmca.engines.microbatch import micro_batches
+from rlmca.engines.optimizer import build_optimizer, guarded_step
+from rlmca.engines.options import EngineOptions
+from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.models.build import build_policy, wrap_data_parallel
+from rlmca.parallel.groups import Parallel
+from rlmca.transfer.load import load_ranks
+from rlmca.transfer.stream import LiveWeights
+from rlmca.types import Batch
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+class MegatronEngine:
+    """See `rlmca.engines.base.Engine`. A frozen engine (`trainable=False`) has neither gradients nor an optimizer."""
+
+    def __init__(
+        self, layout: ModelLayout, parallel: Parallel, options: EngineOptions, *, folder: Path | None, trainable: bool = True
+    ) -> None:
+        """Build this rank's part of the model and fill it from the HF folder `folder` (None: initial weights as built)."""
+        self.layout, self.parallel, self.options = layout, parallel, options
+        self.topology = Topology(tp=parallel.tp_size, pp=parallel.pp_size)
+        self.coord = Coord(tp=parallel.tp_rank, pp=parallel.pp_rank)
+        self.policy = build_policy(layout, options.build, self.topology, self.coord)
+        if folder is not None:
+            load_ranks(folder, layout, self.topology, self.coord, self._parameters())
+        self.model: Any = self.policy
+        self.optimizer: Any = None
+        self._weights: LiveWeights | None = None
+        self._gather_pending = False
+        if trainable:
+            self.model = wrap_data_parallel(self.policy, options.data_parallel)
+            if folder is None:
+                self.model.broadcast_params()  # data-parallel replicas must start from the same draw
+            self.optimizer = build_optimizer(self.model, options.optimizer, options.data_parallel, options.build.dtype)
+            config = self.policy.config
+            config.finalize_model_grads_func = finalize_model_grads
+            config.grad_scale_func = None
+            if options.data_parallel.overlap_grad_reduce:
+                config.no_sync_func = self.model.no_sync
+        else:
+            self.policy.requires_grad_(False)
+
+    # ---- training
+
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+        """One optimizer step; see `Engine.train_batch`."""
+        counts = self._global_counts(batch, loss)
+        if not any(float(count) for count in counts.values()):
+            return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0}
+        pieces = micro_batches(batch, self.options.micro_batch_size, self.parallel, sequence_parallel=self.options.build.sequence_parallel)
+        self.compute_gradients(pieces, loss, counts)
+        metrics = self._reduce_metrics(self._collected)
+        finite = all(math.isfinite(value) for value in metrics.values())
+        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
+        self._gather_pending = stepped and self.options.data_parallel.overlap_param_gather
+        return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
+
+    def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> None:
+        """Forward and backward of all micro-batches, gradients reduced over ranks and left in Megatron's buffers."""
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron divides by the number of micro-batches and DDP by the data-parallel size; the loss is normalised already
+        scale = len(pieces) * self.parallel.dp_size
+        self._collected: list[tuple[Tensor, Metrics]] = []
+
+        def forward(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+            piece = next(iterator)
+
+            def finish(raw_2N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                value, metrics = loss.terms(_token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
+                if not raw_2N.shape[1]:
+                    value = value + raw_2N.sum()  # no target: keep the graph, pipeline stages wait for its gradient
+                self._collected.append((value.detach().clone(), metrics))
+                return value * scale, {}
+
+            return model(piece.ids_BT, piece.mask_BT, loss.temperature), finish
+
+        self._run(forward, pieces, forward_only=False)
+        self._gather_pending = False
+
+    def _global_counts(self, batch: Batch, loss: Loss) -> dict[str, Tensor]:
+        """The loss's denominators over all ranks' shares: summed once a step, before the first forward."""
+        counts = loss.counts(batch)
+        total = self.parallel.dp_sum(torch.stack([c.double().cpu() for c in counts.values()]).to(self.parallel.device))
+        return dict(zip(counts, total.unbind(), strict=True))
+
+    def _reduce_metrics(self, collected: list[tuple[Tensor, Metrics]]) -> dict[str, float]:
+        """Sum (or maximum) over micro-batches and data-parallel ranks, divided at the end; the same on every rank."""
+        result: dict[str, float] = {}
+        if parallel_state.is_pipeline_last_stage():
+            names = sorted(collected[0][1])
+            if names:
+                stacked = torch.stack([torch.stack([torch.stack(m[n]).double() for n in names]) for _, m in collected])
+                sums = self.parallel.dp_sum(stacked.sum(0))
+                tops = self.parallel.dp_max(stacked[..., 0].amax(0))
+                for name, (total, count), top in zip(names, sums.tolist(), tops.tolist(), strict=True):
+                    if name.endswith("_max"):
+                        result[name] = top
+                    elif count:
+                        result[name] = total / count
+            value = self.parallel.dp_sum(torch.stack([v.double() for v, _ in collected]).sum().reshape(1))
+            result["loss"] = float(value)
+        if self.parallel.pp_size > 1:
+            box = [result]
+            dist.broadcast_object_list(
+                box,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+            result = box[0]
+        return result
+
+    # ---- inference
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+        """See `Engine.log_probs`."""
+        self._gather_weights()
+        self.model.eval()
+        rows = self.options.eval_batch_size
+        pieces = micro_batches(batch, rows, self.parallel, sequence_parallel=self.options.build.sequence_parallel)
+        found: list[Tensor] = []
+
+        def forward(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+            piece = next(iterator)
+
+            def finish(raw_2N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                found.append(raw_2N)
+                return torch.zeros((), device=raw_2N.device), {}
+
+            return model(piece.ids_BT, piece.mask_BT, temperature), finish
+
+        self._run(forward, pieces, forward_only=True)
+        mask_BT = batch.mask_BT.to(self.parallel.device)
+        dtype = torch.promote_types(self.options.build.dtype, torch.float32)
+        out_2BT = torch.zeros(2, *mask_BT.shape, dtype=dtype, device=self.parallel.device)
+        if found:
+            out_2BT[:, mask_BT] = torch.cat(found, dim=1)
+        self.parallel.from_last_stage(out_2BT)
+        return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
+
+    def _run(self, forward: Any, pieces: list[Batch], *, forward_only: bool) -> None:
+        B, T = pieces[0].ids_BT.shape
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(pieces),
+            model=[self.model],
+            num_microbatches=len(pieces),
+            seq_length=T,
+            micro_batch_size=B,
+            forward_only=forward_only,
+        )
+
+    # ---- weights and checkpoints
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self.policy.named_parameters()}
+
+    def _gather_weights(self) -> None:
+        """With overlapped parameter gathering the last step's weights arrive during the next forward: fetch them now."""
+        if self._gather_pending:
+            self.model.start_param_sync(force_sync=True)
+            self._gather_pending = False
+
+    def weights(self) -> LiveWeights:
+        """See `Engine.weights`."""
+        self._gather_weights()
+        if self._weights is None:  # the plan is made once; parameters keep their storage over steps
+            self._weights = LiveWeights(
+                layout=self.layout,
+                topology=self.topology,
+                coord=self.coord,
+                params=self._parameters(),
+                rank_of=lambda coord: self.parallel.rank_of(coord.tp, coord.pp),
+                group=dist.group.WORLD if self.parallel.world_size > 1 else None,
+            )
+        return self._weights
+
+    def save(self, path: Path) -> None:
+        """See `Engine.save`."""
+        self._gather_weights()
+        save_state(path, self.policy, self.optimizer, self.parallel)
+
+    def load(self, path: Path) -> None:
+        """See `Engine.load`."""
+        load_state(path, self.policy, self.optimizer, self.parallel)
+
+
+def _token_outputs(raw_2N: Tensor, batch: Batch, entropy: bool) -> TokenOutputs:
+    """[2, N] of the targets in row-major order -> [B, T], zero elsewhere, differentiable."""
+    zeros_BT = raw_2N.new_zeros(batch.mask_BT.shape)
+    logp_BT = zeros_BT.masked_scatter(batch.mask_BT, raw_2N[0])
+    return TokenOutputs(logp_BT=logp_BT, entropy_BT=zeros_BT.masked_scatter(batch.mask_BT, raw_2N[1]) if entropy else None)

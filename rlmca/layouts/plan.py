@@ -1,0 +1,139 @@
+"""The copy plan: which slice of which Hugging Face tensor is which slice of which parameter on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlmca.layouts.boxes import Box, Shape, Tile, cut, extents, interleave, shard
+from rlmca.layouts.families import family_of
+from rlmca.layouts.rows import Row, Spec
+from rlmca.layouts.topology import Coord, LayoutError, Topology
+
+Copy = Tile
+"""Box `src` of Hugging Face tensor `hf` fills box `dst` of the parameter."""
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """A parameter of one rank: its shape and the copies that fill it. Elements that no copy fills are padding (zero).
+
+    `axis` is the axis that tensor parallelism cuts, None where every tensor-parallel rank holds a copy.
+    """
+
+    shape: Shape
+    copies: tuple[Copy, ...]
+    axis: int | None = None
+
+
+class Piece(NamedTuple):
+    """Box `param_box` of parameter `param` on `coord` is box `hf_box` of a Hugging Face tensor."""
+
+    coord: Coord
+    param: str
+    param_box: Box
+    hf_box: Box
+
+
+@dataclass(frozen=True)
+class HFPlan:
+    """A Hugging Face tensor: its shape and the pieces that make it up, each element in exactly one."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+class _Place(NamedTuple):
+    """A parameter on a rank. `primary` is False for a copy of what another place already holds."""
+
+    coord: Coord
+    param: str
+    plan: ParamPlan
+    primary: bool
+
+
+class ModelLayout:
+    """Layout of one model. `hf_config` is the mapping in config.json; `spec` names the layer spec of the Megatron model.
+
+    Raises ValueError for an unknown model type and UnsupportedField for a config that cannot be represented.
+    """
+
+    def __init__(self, hf_config: Mapping[str, Any], spec: Spec = "local") -> None:
+        self.hf_config = dict(hf_config)
+        self.spec = spec
+        self.family = family_of(hf_config)
+        self.megatron = self.family.megatron(hf_config)
+        self.rows = self.family.rows_of(self.megatron)
+        self.num_layers = int(self.megatron.config["num_layers"])
+        self._sizes = self.megatron.sizes()
+
+    def hf_tensors(self) -> dict[str, Shape]:
+        """Name and shape of every Hugging Face tensor, in the order of the model (no lm_head when tied)."""
+        return {name: shape for row, layer in self._rows_in_order() for name, shape in self._shapes(row, layer).items()}
+
+    def padded_vocab(self, topology: Topology) -> int:
+        """Rows of the embedding over all ranks: the vocabulary rounded up to `vocab_multiple * tp`."""
+        unit = topology.vocab_multiple * topology.tp
+        return -(-self._sizes["vocab"] // unit) * unit
+
+    def check(self, topology: Topology) -> None:
+        """Raises LayoutError, with the numbers and what fits, when the model does not split over `topology`."""
+        topology.layers_of(0, self.num_layers)
+        config = self.megatron.config
+        sizes = {
+            "num_key_value_heads": int(config["num_query_groups"]),
+            "num_attention_heads": int(config["num_attention_heads"]),
+            "intermediate_size": int(config["ffn_hidden_size"]),
+        }
+        for hf, size in sizes.items():
+            if size % topology.tp:
+                fits = [tp for tp in range(1, topology.tp) if not any(n % tp for n in sizes.values())]
+                raise LayoutError(
+                    f"tensor_model_parallel_size is {topology.tp}, but {hf} is {size} and does not split over {topology.tp} ranks "
+                    f"(copies of KV heads: not in this version); use one of {fits}"
+                )
+
+    def rank_plan(self, topology: Topology, coord: Coord) -> dict[str, ParamPlan]:
+        """Plan of every parameter of the rank at `coord`, by its name in the module there (layers counted in the stage)."""
+        return {place.param: place.plan for place in self._places(topology, [coord])}
+
+    def hf_plan(self, topology: Topology) -> dict[str, HFPlan]:
+        """Where every element of every Hugging Face tensor is read from: replicated weights from tensor-parallel rank 0,
+        a tied embedding from the first stage."""
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.hf_tensors()}
+        for place in self._places(topology, topology.coords()):
+            if place.primary:
+                for hf, src, dst in place.plan.copies:
+                    pieces[hf].append(Piece(place.coord, place.param, dst, src))
+        return {name: HFPlan(shape, tuple(pieces[name])) for name, shape in self.hf_tensors().items()}
+
+    def _rows_in_order(self) -> Iterator[tuple[Row, int]]:
+        for at in ("first", "layer", "last"):
+            for layer in range(self.num_layers) if at == "layer" else [0]:
+                yield from ((row, layer) for row in self.rows if row.at == at)
+
+    def _shapes(self, row: Row, layer: int) -> dict[str, Shape]:
+        return {name.format(l=layer): tuple(self._sizes[n] for n in shape) for name, shape in row.hf.items()}
+
+    def _places(self, topology: Topology, coords: Sequence[Coord]) -> Iterator[_Place]:
+        self.check(topology)
+        stage_size = self.num_layers // topology.pp
+        for row, layer in self._rows_in_order():
+            stage, local = divmod(layer, stage_size) if row.at == "layer" else (0 if row.at == "first" else topology.pp - 1, 0)
+            places = {stage: row.name(self.spec, local)}
+            if row.megatron == EMBEDDING and self.megatron.tied and topology.pp > 1:
+                places[topology.pp - 1] = OUTPUT  # the last stage computes logits with its own copy of the embedding
+            here = [c for c in coords if c.pp in places]
+            if not here:
+                continue
+            shapes = self._shapes(row, layer)
+            groups = {"one": 1, "kv": self.megatron.config["num_query_groups"], "tp": topology.tp}[row.layout.groups]
+            tiles = list(interleave(shapes, groups))
+            first = next(iter(shapes.values()))
+            rows = self.padded_vocab(topology) if row.layout.padded else sum(s[0] for s in shapes.values())
+            for coord in here:
+                box = shard((rows, *first[1:]), row.layout.axis, topology.tp, coord.tp)
+                primary = coord.pp == stage and (row.layout.axis is not None or coord.tp == 0)
+                yield _Place(coord, places[coord.pp], ParamPlan(extents(box), tuple(cut(tiles, box)), row.layout.axis), primary)

@@ -1,0 +1,86 @@
+"""Rows of a family's table: which Hugging Face tensors make up which Megatron parameter, and how it is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Spec = Literal["local", "te"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a Megatron parameter lies on tensor-parallel ranks.
+
+    `axis` is the axis that is cut, None for a copy on every rank. `groups` says how the tensors are interleaved
+    before the cut: "one" plain, "kv" one group per KV head, "tp" one group per rank. `padded`: axis 0 is the
+    vocabulary and grows to its padded size.
+    """
+
+    axis: int | None
+    groups: Literal["one", "kv", "tp"] = "one"
+    padded: bool = False
+
+
+REPLICATED = Layout(axis=None)
+COLUMN = Layout(axis=0)
+ROW = Layout(axis=1)
+GATED = Layout(axis=0, groups="tp")
+QKV = Layout(axis=0, groups="kv")
+VOCABULARY = Layout(axis=0, padded=True)
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """Keyword arguments for Megatron-Core, without parallelism, types and specs.
+
+    `config` is for `TransformerConfig`; its "activation_func" is the *name* of a function in torch.nn.functional.
+    `model` is for `GPTModel`; its "vocab_size" is the real vocabulary, which the builder replaces with the padded one.
+    """
+
+    config: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head uses the embedding's weight."""
+        return bool(self.model["share_embeddings_and_output_weights"])
+
+    def sizes(self) -> dict[str, int]:
+        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head."""
+        c, head = self.config, int(self.config["kv_channels"])
+        return {
+            "vocab": self.model["vocab_size"],
+            "hidden": c["hidden_size"],
+            "ffn": c["ffn_hidden_size"],
+            "q": c["num_attention_heads"] * head,
+            "kv": c["num_query_groups"] * head,
+            "head": head,
+        }
+
+
+def always(_: MegatronModel) -> bool:
+    """Condition of a row that every model of the family has."""
+    return True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter and the Hugging Face tensors in it.
+
+    `hf` maps names to shapes in units of `MegatronModel.sizes()`. `{l}` in a name is the layer: of the whole model in
+    Hugging Face names, of the stage in Megatron names. `te` is the Megatron name in Transformer Engine's
+    layer spec where it differs. `at`: on the first stage, on the stage of its layer, or on the last stage.
+    """
+
+    megatron: str
+    hf: Mapping[str, tuple[str, ...]]
+    layout: Layout
+    at: Literal["first", "layer", "last"] = "layer"
+    te: str | None = None
+    when: Callable[[MegatronModel], bool] = always
+
+    def name(self, spec: Spec, layer: int) -> str:
+        """Parameter name under `spec`; `layer` counts inside the stage."""
+        return (self.te if spec == "te" and self.te else self.megatron).format(l=layer)

@@ -1,0 +1,134 @@
+"""From a model layout and the run's options to Megatron modules on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.models.policy import PolicyModel
+from rlmca.models.spec import block_spec, choose_spec
+from rlmca.parallel import platform
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the run, not the checkpoint, says about a model."""
+
+    dtype: torch.dtype = torch.float32
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
+    bias_activation_fusion: bool = False
+    init_weights: bool = False
+    """Draw initial weights instead of leaving them for a checkpoint to fill."""
+    additional_configs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of TransformerConfig, by Megatron's names."""
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """How gradients and optimizer states are kept over data-parallel ranks (Megatron's names)."""
+
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = True
+    ddp_bucket_size: int | None = None
+
+
+def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Topology) -> TransformerConfig:
+    """TransformerConfig of the checkpoint's own fields, the run's options and the layout."""
+    own = dict(layout.megatron.config)
+    own["activation_func"] = getattr(torch.nn.functional, own["activation_func"])
+    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    unknown = sorted(set(options.additional_configs) - known)
+    if unknown:
+        raise ValueError(f"additional_configs: {', '.join(unknown)} is no field of megatron-core's TransformerConfig")
+    taken = sorted(set(options.additional_configs) & (set(own) - {"attention_dropout", "hidden_dropout"}))
+    if taken:
+        raise ValueError(f"additional_configs: {', '.join(taken)} follows from the model's config.json and cannot be set in the YAML")
+    run = {
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "sequence_parallel": options.sequence_parallel,
+        "params_dtype": options.dtype,
+        "pipeline_dtype": options.dtype,
+        "bf16": options.dtype == torch.bfloat16,
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": options.recompute_method,
+        "recompute_num_layers": options.recompute_num_layers,
+        "recompute_modules": options.recompute_modules,
+        "use_cpu_initialization": not platform.is_cuda(),
+        "perform_initialization": options.init_weights,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": options.bias_activation_fusion,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+    }
+    return TransformerConfig(**{**own, **run, **options.additional_configs})
+
+
+def build_policy(layout: ModelLayout, options: BuildOptions, topology: Topology, coord: Coord) -> PolicyModel:
+    """This rank's part of the policy, weights uninitialised unless `init_weights`."""
+    config = transformer_config(layout, options, topology)
+    spec = choose_spec(options.transformer_impl)
+    if spec != layout.spec:
+        raise ValueError(f"the layout names {layout.spec} parameters, the model is built from {spec} parts")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*sequence_parallel.*")
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, spec),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=True,
+            real_vocab_size=layout.megatron.model["vocab_size"],
+            **{**layout.megatron.model, "vocab_size": layout.padded_vocab(topology)},
+        )
+    _mark_shards(model, layout, topology, coord)
+    if platform.is_cuda():
+        model.cuda(torch.cuda.current_device())
+    return model
+
+
+def _mark_shards(model: PolicyModel, layout: ModelLayout, topology: Topology, coord: Coord) -> None:
+    """Tell Megatron which parameters are shards of a tensor and which are copies.
+
+    Its own initialisation sets these attributes, and we skip that initialisation when a checkpoint fills the weights.
+    Without them the gradient norm counts the shards of one rank only: the loss is right and clipping is wrong.
+    """
+    plans = layout.rank_plan(topology, coord)
+    for name, parameter in model.named_parameters():
+        axis = plans[name].axis
+        if axis is not None:
+            tensor: Any = parameter
+            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, axis, 1
+
+
+def wrap_data_parallel(model: PolicyModel, options: DataParallelOptions) -> DistributedDataParallel:
+    """Megatron's DDP around the model: gradient buffers, buckets and their reduction."""
+    return DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            overlap_grad_reduce=options.overlap_grad_reduce,
+            overlap_param_gather=options.overlap_param_gather,
+            bucket_size=options.ddp_bucket_size if options.overlap_grad_reduce or options.ddp_bucket_size else None,
+        ),
+        module=model,
+        disable_bucketing=False,
+    )

@@ -1,0 +1,42 @@
+"""Which module makes each part of a transformer layer: Transformer Engine's, or torch's when it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlmca.models.attention import TorchCoreAttention, TorchRMSNorm
+from rlmca.parallel import platform
+
+Spec = Literal["local", "te"]
+
+
+def choose_spec(transformer_impl: str) -> Spec:
+    """`auto` takes Transformer Engine where it is installed on a CUDA machine; asking for it elsewhere is an error."""
+    usable = platform.is_cuda() and importlib.util.find_spec("transformer_engine") is not None
+    if transformer_impl == "transformer_engine" and not usable:
+        raise ValueError(
+            "transformer_impl: transformer_engine needs a CUDA device and the package transformer-engine; "
+            "write `transformer_impl: local` or leave the key out"
+        )
+    return "te" if usable and transformer_impl != "local" else "local"
+
+
+def block_spec(config: TransformerConfig, spec: Spec) -> Any:
+    """The decoder block of this pipeline stage under `spec`."""
+    if spec == "te":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = TorchCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)

@@ -1,0 +1,1 @@
+"""What a run shows: the log file, trackers, console lines, plots and progress bars."""

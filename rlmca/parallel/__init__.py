@@ -1,0 +1,5 @@
+"""Platform (CUDA or CPU), process groups and seeds. Importing this package makes megatron-core importable anywhere."""
+
+from rlmca.parallel.platform import install_platform
+
+install_platform()

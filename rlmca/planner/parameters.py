@@ -1,0 +1,51 @@
+"""Parameters of each rank, from the model's config.json and the layout alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmca.config import ConfigError, ModelConfig
+from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.transfer.source import ModelNotFound, resolve_model
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements that one coordinate of the layout holds."""
+
+    coord: Coord
+    parameters: int
+
+
+def read_hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """config.json of a model folder; None for a name on the hub. ConfigError when a folder has no readable one."""
+    name = model.model_name_or_path
+    if not Path(name).expanduser().exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1:
+        return None
+    try:
+        folder = resolve_model(name, model)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ModelNotFound as error:
+        raise ConfigError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_name_or_path: {name} has no readable config.json ({error})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model_name_or_path: {folder / 'config.json'} is not a Hugging Face configuration")
+    return config
+
+
+def rank_parameters(hf_config: Mapping[str, Any], topology: Topology) -> tuple[int, list[RankParameters]]:
+    """(elements of the model, elements of each coordinate). ValueError when the family or the layout does not fit."""
+    layout = ModelLayout(hf_config)
+    layout.check(topology)
+    total = sum(math.prod(shape) for shape in layout.hf_tensors().values())
+    ranks = [
+        RankParameters(coord, sum(math.prod(plan.shape) for plan in layout.rank_plan(topology, coord).values()))
+        for coord in topology.coords()
+    ]
+    return total, ranks

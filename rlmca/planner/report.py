@@ -1,0 +1,83 @@
+"""The dry run: the plan of a run as a table, without loading weights or starting anything."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlmca.config import ConfigError, RunConfig, batch_plan, model_parallel_size
+from rlmca.layouts import Topology
+from rlmca.planner.parameters import rank_parameters, read_hf_config
+from rlmca.planner.preflight import preflight_errors
+from rlmca.planner.rows import count_rows, training_rows
+
+
+def dry_run(cfg: RunConfig, world_size: int, console: Console | None = None) -> None:
+    """Print what a run on `world_size` processes would do. ConfigError with every reason why it would not start."""
+    errors = preflight_errors(cfg, world_size)
+    if errors:
+        raise ConfigError(errors)
+    table = Table(title="plan", show_header=False, title_justify="left")
+    for name, value in [*_layout_lines(cfg, world_size), *_data_lines(cfg, world_size), *_parameter_lines(cfg)]:
+        table.add_row(Text(name), Text(value, overflow="fold"))
+    console = console or Console()
+    console.print(table)
+    for note in cfg.notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    console.print(Text("dry run: nothing was loaded or started"))
+
+
+def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
+    megatron = cfg.megatron
+    layout = (
+        f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size} "
+        f"x data {world_size // model_parallel_size(cfg)} = {world_size} processes"
+    )
+    return [
+        ("stage", cfg.stage),
+        ("model", cfg.model.model_name_or_path),
+        ("engine", f"{cfg.engine}, {'bfloat16 with float32 masters' if cfg.train.bf16 else 'float32'}"),
+        ("layout", layout + (", sequence parallel" if megatron.sequence_parallel else "")),
+        ("output", cfg.train.output_dir),
+    ]
+
+
+def _data_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
+    counts = count_rows(cfg, read_large=True)
+    lines = [(f"data {name}", "not counted (on the hub)" if count is None else f"{count} rows") for name, count in counts.items()]
+    rows = training_rows(cfg, counts)
+    if rows is None:
+        return [*lines, ("steps", "known once the data is read")]
+    plan = batch_plan(cfg, world_size, rows)
+    if cfg.stage == "grpo":
+        mini = cfg.rl.mini_batch_size or cfg.rl.rollout_batch_size
+        lines += [
+            ("rollout", f"{plan.global_batch} prompts x {cfg.rl.num_generations} replies = {plan.samples} samples"),
+            (
+                "update",
+                f"{plan.optimizer_steps_per_step} optimiser steps of {mini} prompts, "
+                f"{plan.accumulation} micro-batches of {plan.micro_batch} a rank",
+            ),
+        ]
+    else:
+        lines.append(
+            (
+                "batch",
+                f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x data {plan.data_parallel} = {plan.global_batch} rows",
+            )
+        )
+    steps = f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs:.2f} epochs)"
+    return [*lines, ("steps", steps + (f", {plan.total_optimizer_steps} optimiser steps" if cfg.stage == "grpo" else ""))]
+
+
+def _parameter_lines(cfg: RunConfig) -> list[tuple[str, str]]:
+    hf_config = read_hf_config(cfg.model)
+    if hf_config is None:
+        return [("parameters", "known once the model's config.json is fetched from the hub")]
+    topology = Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size)
+    total, ranks = rank_parameters(hf_config, topology)
+    lines = [("parameters", f"{total:,}")]
+    if len(ranks) > 1:
+        lines += [(f"  tensor {rank.coord.tp}, pipeline {rank.coord.pp}", f"{rank.parameters:,}") for rank in ranks]
+    return lines

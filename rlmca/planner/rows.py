@@ -1,0 +1,41 @@
+"""How many rows the data sets of a run have, without tokenising them."""
+
+from __future__ import annotations
+
+import math
+
+from rlmca.config import RunConfig
+from rlmca.data import Dropped
+from rlmca.data.info import resolve
+from rlmca.data.loading import read_conversations
+from rlmca.data.sources import source_files
+
+LARGE_FILE_BYTES = 64 << 20
+
+
+def count_rows(cfg: RunConfig, *, read_large: bool = False) -> dict[str, int | None]:
+    """Readable rows of every training set; None for sets on the hub and, without `read_large`, for files above 64 MiB.
+
+    Rows that only the tokenizer can judge (no target left after truncation, prompt too long) are counted here and may be dropped later.
+    """
+    counts: dict[str, int | None] = {}
+    for name in cfg.data.dataset:
+        entry = resolve([name], cfg.data.dataset_dir)[0]
+        size = sum(file.stat().st_size for file in source_files(entry.path)) if entry.path is not None else 0
+        if entry.hub is not None or (size > LARGE_FILE_BYTES and not read_large):
+            counts[name] = None
+            continue
+        _, conversations, _ = read_conversations(
+            name, cfg.data, need_reply=cfg.stage == "sft", dropped=Dropped(), seed=cfg.train.seed, hub=None
+        )
+        counts[name] = len(conversations)
+    return counts
+
+
+def training_rows(cfg: RunConfig, counts: dict[str, int | None]) -> int | None:
+    """Rows left for training after `val_size`; None when a set was not counted."""
+    known = [count for count in counts.values() if count is not None]
+    if len(known) < len(counts):
+        return None
+    rows, held = sum(known), cfg.data.val_size
+    return rows - (int(held) if held >= 1 else math.ceil(rows * held))

@@ -1,0 +1,83 @@
+"""Stage grpo: group-relative policy optimisation with rollouts by the local engine."""
+
+from __future__ import annotations
+
+import time
+
+from rlmca.config import RunConfig, batch_plan
+from rlmca.data import Hub, ShuffledOrder, load_prompts
+from rlmca.parallel import groups
+from rlmca.rewards import build_rewards
+from rlmca.rl.loop import Roles, run_loop
+from rlmca.rl.update import policy_options
+from rlmca.rollout.local import LocalEngine
+from rlmca.run.evaluate import evaluate_policy
+from rlmca.run.roles import build_role, export_policy, open_source, sampling_params, say, start_parallel
+from rlmca.run.rollouts import RolloutWriter
+from rlmca.run.session import Session
+from rlmca.transfer.source import resolve_model
+
+
+def run(cfg: RunConfig) -> dict[str, float]:
+    """Train as the configuration says; returns the results that are written to `all_results.json`."""
+    policy_options(cfg)  # contradictory options are refused before anything is loaded
+    parallel = start_parallel(cfg)
+    rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+    try:
+        source = open_source(cfg)
+        seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
+        hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
+        longest = cfg.generation.max_prompt_len
+        prompts = load_prompts(cfg.data, source.template, longest, log=say(parallel), seed=seed, hub=hub)
+        evals = cfg.data.eval_dataset
+        held_out = load_prompts(cfg.data, source.template, longest, evals, say(parallel), seed=seed, hub=hub) if evals else None
+        plan = batch_plan(cfg, parallel.world_size, len(prompts))
+        session = Session(cfg, plan, parallel, best_metric="accuracy", lower_is_better=False)
+        order = ShuffledOrder(
+            len(prompts), plan.global_batch, seed, shuffle=not cfg.data.disable_shuffling, fingerprint=prompts.fingerprint
+        )
+        policy = build_role(cfg, source.folder, parallel)
+        session.restore(policy, order)
+        reference = None
+        if cfg.rl.kl_coef > 0:
+            folder = source.folder if cfg.model.ref_model is None else resolve_model(cfg.model.ref_model, cfg.model)
+            reference = build_role(cfg, folder, parallel, trainable=False)
+        rollout = LocalEngine(
+            source.folder,
+            pad_id=source.tokenizer.pad_token_id,
+            dtype=policy.weights().dtype,
+            device=parallel.device,
+            rollout_batch=cfg.rollout.rollout_batch,
+        )
+
+        def score_held_out() -> dict[str, float]:
+            assert held_out is not None
+            greedy = sampling_params(cfg, source, greedy=True)
+            return evaluate_policy(rollout, held_out, rewards, greedy, tokenizer=source.tokenizer, seed=cfg.train.seed)
+
+        start = time.perf_counter()
+        with session, RolloutWriter(session.output_dir, parallel.is_main and cfg.rl.log_rollouts, source.tokenizer.decode) as dump:
+            roles = Roles(
+                policy=policy,
+                reference=reference,
+                rollout=rollout,
+                rewards=rewards,
+                prompts=prompts,
+                order=order,
+                params=sampling_params(cfg, source),
+                tokenizer=source.tokenizer,
+                dump=dump,
+                evaluate=score_held_out if held_out is not None else None,
+            )
+            run_loop(cfg, session, roles)
+            session.load_best(policy)
+            if cfg.train.do_eval and cfg.train.eval_strategy == "no":
+                session.log_eval(session.step, score_held_out(), epoch=order.epochs)
+            exported = export_policy(cfg, policy, source)
+            if exported is not None:
+                say(parallel)(f"Hugging Face model: {exported}")
+        plots = ("loss", "reward", "reply_length", "entropy", "kl", "eval_accuracy")
+        return session.finish(seconds=time.perf_counter() - start, plots=plots)
+    finally:
+        rewards.close()
+        groups.close()

@@ -1,0 +1,82 @@
+"""The loop of reinforcement learning: generate, score, advantages, update, sync, repeat.
+
+One rollout, one policy version: `version` is the number of the last step whose weights the rollout engine holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlmca.algorithms import assign_advantages
+from rlmca.config import RunConfig
+from rlmca.data import Prompt, ShuffledOrder
+from rlmca.rewards import RewardSet
+from rlmca.rl.debug import print_samples
+from rlmca.rl.experience import reward_statistics
+from rlmca.rl.update import update_policy
+from rlmca.rollout.base import RolloutEngine, SamplingParams
+from rlmca.rollout.samples import sample_replies
+from rlmca.run.rollouts import RolloutWriter
+from rlmca.run.session import Session
+from rlmca.run.timing import Stopwatch
+from rlmca.transfer.stream import hf_tensors
+from rlmca.workers import WorkerGroup
+
+
+@dataclass
+class Roles:
+    """Everything the loop talks to."""
+
+    policy: WorkerGroup
+    reference: WorkerGroup | None
+    rollout: RolloutEngine
+    rewards: RewardSet
+    prompts: list[Prompt]
+    order: ShuffledOrder
+    params: SamplingParams
+    tokenizer: Any
+    dump: RolloutWriter | None
+    evaluate: Callable[[], dict[str, float]] | None
+
+
+def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
+    """All steps from where the session stands; saves and evaluates as the schedule says."""
+    sync_weights(roles, session.step)
+    for step in session.steps():
+        watch = Stopwatch()
+        _, numbers = roles.order.next()
+        prompts = [roles.prompts[number] for number in numbers]
+
+        with watch("generate"):
+            replies, seed = cfg.rl.num_generations, cfg.train.seed
+            samples = sample_replies(roles.rollout, prompts, roles.tokenizer, roles.params, n=replies, seed=seed, step=step, index=numbers)
+        with watch("score"):
+            roles.rewards.score(samples)
+            assign_advantages(samples, std=cfg.rl.advantage_std, eps=cfg.rl.advantage_eps, clip=cfg.rl.advantage_clip)  # type: ignore[arg-type]
+            metrics = reward_statistics(samples)
+        with watch("update"):
+            lr = session.learning_rate(step)
+            metrics |= update_policy(roles.policy, roles.reference, samples, cfg, step=step, learning_rate=lr)
+        with watch("sync"):
+            sync_weights(roles, step)
+        with watch("dump"):
+            if roles.dump is not None:
+                roles.dump.write(step, samples)
+            if cfg.rl.debug_mode and step % cfg.rl.debug_interval == 0:
+                print_samples(samples, step)
+
+        tokens = sum(len(s.reply_ids) for s in samples)
+        metrics |= watch.seconds()
+        metrics |= {"lr": lr, "tokens_per_second": tokens / metrics["time_generate"], "reward_errors": float(roles.rewards.errors)}
+        session.log(step, metrics, epoch=roles.order.epochs, tokens=sum(s.length for s in samples))
+        if roles.evaluate is not None and session.schedule.should_eval(step):
+            session.log_eval(step, roles.evaluate(), epoch=roles.order.epochs)
+        if session.should_save(step):
+            session.save(step, roles.policy, roles.order)
+
+
+def sync_weights(roles: Roles, version: int) -> None:
+    """The policy's live weights into the rollout engine, under the number of the step that made them."""
+    roles.rollout.update_weights(hf_tensors(roles.policy.weights()), version)

@@ -1,0 +1,1 @@
+"""Rollouts: prompts in, sampled replies with their log-probs out."""

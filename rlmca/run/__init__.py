@@ -1,0 +1,1 @@
+"""What both loops share: schedule, learning rate, checkpoints, signals, outputs, evaluation."""

@@ -1,0 +1,176 @@
+"""The commands that need a model but no training: eval, generate, export. What each needs, `load_config` has checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from rlmca.config import RunConfig
+from rlmca.data import ChatTemplate, Hub, Prompts, load_prompts, load_tokenizer, stop_ids
+from rlmca.observe.console import console as run_console
+from rlmca.observe.console import note
+from rlmca.observe.jsonl import dumps, write_atomically
+from rlmca.rewards import build_rewards
+from rlmca.rollout.base import SamplingParams
+from rlmca.rollout.local import LocalEngine
+from rlmca.rollout.samples import stop_text_ids
+from rlmca.run.evaluate import sample_all, summarise
+from rlmca.run.output import write_results
+from rlmca.transfer.convert import rewrite_hf
+from rlmca.transfer.source import resolve_model
+from rlmca.types import Sample
+
+PREDICTIONS = "generated_predictions.jsonl"
+"""File of `generate`, with LLaMA-Factory's keys prompt, predict and label among others."""
+
+
+@dataclass
+class _Loaded:
+    """What both eval and generate work with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Prompts
+    engine: LocalEngine
+    params: SamplingParams
+    n: int
+
+
+def run_eval(cfg: RunConfig, *, console: Console | None = None) -> dict[str, float]:
+    """Scores `model_name_or_path` on `eval_dataset` (else `dataset`) with the reward functions.
+
+    One greedy reply a prompt, or `num_generations` sampled ones when the file says `do_sample: true`. Prints a table;
+    with an `output_dir` it writes eval_results.json, all_results.json and every reply to eval_predictions.jsonl.
+    """
+    sampled = cfg.generation.do_sample and "do_sample" in cfg.given
+    with build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout) as rewards:
+        loaded = _load(cfg, sampled=sampled, n=cfg.rl.num_generations if sampled else 1)
+        start = time.perf_counter()
+        samples = _generate(loaded, cfg, "eval")
+        seconds = time.perf_counter() - start
+        loaded.engine.close()
+        rewards.score(samples)
+    metrics = summarise(samples)
+    metrics["tokens_per_second"] = sum(len(s.reply_ids) for s in samples) / seconds
+    _print(console, f"eval of {cfg.model.model_name_or_path} on {', '.join(_datasets(cfg))}", metrics)
+    if cfg.train.output_dir:
+        folder = Path(cfg.train.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_predictions(folder / "eval_predictions.jsonl", samples, loaded.tokenizer)
+        write_results(folder, "eval", {f"eval_{name}": value for name, value in metrics.items()})
+    return metrics
+
+
+def run_generate(cfg: RunConfig, *, console: Console | None = None) -> Path:
+    """Writes the replies of `model_name_or_path` to the prompts of `eval_dataset` (else `dataset`); returns the file.
+
+    `do_sample: false` takes the greedy reply; otherwise one sampled reply a prompt, or `num_generations` when the file
+    sets it. The file appears whole or not at all.
+    """
+    several = cfg.generation.do_sample and "num_generations" in cfg.given
+    loaded = _load(cfg, sampled=cfg.generation.do_sample, n=cfg.rl.num_generations if several else 1)
+    try:
+        samples = _generate(loaded, cfg, "generate")
+    finally:
+        loaded.engine.close()
+    folder = Path(cfg.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PREDICTIONS
+    write_predictions(path, samples, loaded.tokenizer)
+    (console or run_console()).print(f"{len(samples)} replies in {path}", highlight=False, soft_wrap=True)
+    return path
+
+
+def run_export(cfg: RunConfig, *, console: Console | None = None) -> Path:
+    """Writes the Hugging Face folder `model_name_or_path` again to `export_dir`, in shards of `export_size` GB; returns it.
+
+    `bf16: true` in the file casts to bfloat16, `bf16: false` to float32; without the key the stored type stays.
+    """
+    dtype = (torch.bfloat16 if cfg.train.bf16 else torch.float32) if "bf16" in cfg.given else None
+    out = Path(cfg.export.export_dir)
+    tensors = rewrite_hf(resolve_model(cfg.model.model_name_or_path, cfg.model), out, dtype, float(cfg.export.export_size))
+    (console or run_console()).print(f"{tensors} tensors in {out}", highlight=False, soft_wrap=True)
+    return out
+
+
+def write_predictions(path: Path, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+    """One JSON object a reply: prompt, predict, label, finish, ids, logp and, where scored, reward and its parts."""
+    write_atomically(path, "".join(dumps(row) + "\n" for row in _prediction_rows(samples, tokenizer)))
+
+
+def _prediction_rows(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Iterable[dict[str, Any]]:
+    texts: dict[int, str] = {}
+    for sample in samples:
+        if sample.group not in texts:
+            texts[sample.group] = tokenizer.decode(sample.prompt_ids)
+        row: dict[str, Any] = {
+            "prompt": texts[sample.group],
+            "predict": sample.reply,
+            "label": sample.row.get("answer"),
+            "finish": sample.finish,
+            "ids": sample.reply_ids,
+            "logp": sample.reply_logp,
+        }
+        if sample.reward_parts:
+            row |= {"reward": sample.reward, "reward_parts": dict(sample.reward_parts)}
+        yield row
+
+
+def _datasets(cfg: RunConfig) -> list[str]:
+    return list(cfg.data.eval_dataset or cfg.data.dataset)
+
+
+def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
+    folder = resolve_model(cfg.model.model_name_or_path, cfg.model)
+    tokenizer = load_tokenizer(replace(cfg.model, model_name_or_path=str(folder)))
+    template = ChatTemplate(tokenizer, cfg.model.template, cfg.data.enable_thinking, cfg.data.default_system)
+    prompts = load_prompts(
+        cfg.data,
+        template,
+        cfg.generation.max_prompt_len,
+        _datasets(cfg),
+        note,
+        seed=cfg.train.seed,
+        hub=Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token),
+    )
+    has_defaults = (folder / "generation_config.json").is_file()
+    defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
+    ends = stop_ids(tokenizer, defaults, (template.end_id, *stop_text_ids(tokenizer, cfg.generation.stop)))
+    engine = LocalEngine(
+        folder,
+        pad_id=tokenizer.pad_token_id,
+        dtype=torch.bfloat16 if cfg.train.bf16 else torch.float32,
+        device="cuda" if torch.cuda.is_available() and not cfg.train.use_cpu else "cpu",
+        rollout_batch=cfg.rollout.rollout_batch,
+        load_options={"trust_remote_code": cfg.model.trust_remote_code},
+    )
+    params = SamplingParams(
+        temperature=cfg.generation.temperature,
+        top_p=cfg.generation.top_p,
+        top_k=cfg.generation.top_k,
+        max_new_tokens=cfg.generation.max_new_tokens,
+        stop_ids=ends,
+    )
+    return _Loaded(tokenizer, prompts, engine, params if sampled else replace(params, temperature=0.0, top_p=1.0, top_k=-1), n)
+
+
+def _generate(loaded: _Loaded, cfg: RunConfig, description: str) -> list[Sample]:
+    return sample_all(
+        loaded.engine, loaded.prompts, loaded.params, loaded.n, tokenizer=loaded.tokenizer, seed=cfg.train.seed, description=description
+    )
+
+
+def _print(console: Console | None, title: str, metrics: dict[str, float]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:,.0f}" if abs(value) > 1 and float(value).is_integer() else f"{value:.4f}")
+    (console or run_console()).print(table)

@@ -1,0 +1,235 @@
+"""What both loops share: where the run stands, its log, its schedule, its checkpoints, its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmca.config import BatchPlan, RunConfig
+from rlmca.observe.log import RunLog
+from rlmca.observe.plots import plot_all
+from rlmca.observe.progress import progress
+from rlmca.parallel.groups import Parallel
+from rlmca.run.checkpoint import Checkpoints, resume_folder
+from rlmca.run.lr import LearningRate
+from rlmca.run.output import prepare_output_dir, write_config, write_results, write_trainer_state
+from rlmca.run.schedule import StepSchedule
+from rlmca.run.signals import StopSignal
+
+STATE_FILE = "run_state.json"
+
+
+class Resumable(Protocol):
+    """The data order, as far as a checkpoint is concerned."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool: ...
+
+
+class Stateful(Protocol):
+    """A role whose weights and optimizer a checkpoint keeps."""
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+
+class Interrupted(RuntimeError):
+    """The run stopped early because a signal asked for it; a checkpoint was written if the schedule writes any."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+
+class Session:
+    """One training run of `plan.total_steps` steps, fresh or resumed. Use as a context; every rank has one.
+
+    `step` is the last finished step, `tokens` the tokens seen. `best` is (step, value) of the best evaluation.
+    """
+
+    def __init__(self, cfg: RunConfig, plan: BatchPlan, parallel: Parallel, *, best_metric: str, lower_is_better: bool) -> None:
+        train = cfg.train
+        self.cfg, self.plan, self.parallel = cfg, plan, parallel
+        self.output_dir = Path(str(train.output_dir))
+        self.step, self.tokens = 0, 0
+        self.best: tuple[int, float] | None = None
+        self.best_metric, self._lower_is_better = best_metric, lower_is_better
+        self.schedule = StepSchedule(
+            total_steps=plan.total_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            logging_steps=train.logging_steps,
+            save_strategy=train.save_strategy,  # type: ignore[arg-type]
+            save_steps=train.save_steps,
+            eval_strategy=train.eval_strategy,  # type: ignore[arg-type]
+            eval_steps=train.eval_steps,
+        )
+        self.learning_rate = LearningRate(train, plan.total_steps)
+        self.checkpoints = Checkpoints(self.output_dir, train.save_total_limit, parallel.is_main, parallel.barrier)
+        wanted: bool | str | None = True if train.resume_newest else train.resume_from_checkpoint
+        self.resume_from = resume_folder(self.checkpoints, wanted, train.overwrite_output_dir)
+        prepare_output_dir(cfg, parallel.is_main, resuming=self.resume_from is not None)
+        self.reached = False
+        """True once an evaluation reached `stop_value`: the run is done before its last step."""
+        self._stop = StopSignal()
+        self._interval: list[Mapping[str, float]] = []
+        self._last: dict[str, float] = {}
+        self._log: RunLog | None = None
+
+    def __enter__(self) -> Session:
+        if self.parallel.is_main:
+            write_config(self.cfg)
+        self._log = RunLog(
+            self.output_dir,
+            self.plan.total_steps,
+            self.cfg.train.report_to,
+            self.cfg.train.run_name,
+            append=self.resume_from is not None,
+            is_main=self.parallel.is_main,
+            step=self.step,
+            tokens=self.tokens,
+        )
+        self._stop.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stop.__exit__(*exception)
+        if self._log is not None:
+            self._log.close()
+
+    # ---- where the run stands
+
+    def restore(self, role: Stateful, order: Resumable) -> None:
+        """Take up the checkpoint that the run resumes from, if any; before the context is entered."""
+        if self.resume_from is None:
+            return
+        state = json.loads((self.resume_from / STATE_FILE).read_text(encoding="utf-8"))
+        if not state["resumable"]:
+            raise ValueError(
+                f"resume_from_checkpoint: {self.resume_from} was written with save_only_model: true and has no optimizer state; "
+                "start a new run from its weights or write checkpoints with save_only_model: false"
+            )
+        role.load(self.resume_from)
+        order.load_state_dict(state["order"])
+        self.step, self.tokens = int(state["step"]), int(state["tokens"])
+        self.best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))
+        if self.best is not None:
+            self.checkpoints.keep = self.best[0]
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps left to do, with a progress bar; raises Interrupted when a signal stopped the run."""
+        with progress(self.plan.total_steps, "steps", start=self.step, is_main=self.parallel.is_main) as bar:
+            while self.step < self.plan.total_steps and not self.reached:
+                yield self.step + 1
+                self.step += 1
+                bar.advance()
+                if self._stopping and self.step < self.plan.total_steps and not self.reached:
+                    received = self._stop.received
+                    raise Interrupted(int(received) if received is not None else 15)
+
+    # ---- logging
+
+    def log(self, step: int, metrics: Mapping[str, float], *, epoch: float, tokens: int) -> None:
+        """Count a step's tokens and, at logging steps, write the averages since the last line (maxima of `*_max`)."""
+        self.tokens += tokens
+        self._interval.append(metrics)
+        if not self.schedule.should_log(step):
+            return
+        merged = average(self._interval)
+        self._interval = []
+        merged["lr"] = metrics["lr"]
+        self._last = merged
+        self._write(step, merged, epoch)
+
+    def log_eval(self, step: int, metrics: Mapping[str, float], *, epoch: float) -> None:
+        """Write the metrics of an evaluation, named `eval_…`, and remember the best one."""
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self._last |= named
+        self._write(step, named, epoch)
+        value = metrics.get(self.best_metric)
+        if value is not None and (self.best is None or (value < self.best[1]) == self._lower_is_better and value != self.best[1]):
+            self.best = (step, value)
+        self.reached = self._at_goal(named)
+
+    def _at_goal(self, metrics: Mapping[str, float]) -> bool:
+        goal, name = self.cfg.train.stop_value, self.cfg.train.stop_metric
+        if goal is None or name not in metrics:
+            return False
+        lower = name.endswith(("loss", "perplexity"))
+        return metrics[name] <= goal if lower else metrics[name] >= goal
+
+    def _write(self, step: int, metrics: Mapping[str, float], epoch: float) -> None:
+        assert self._log is not None, "the session is a context: enter it before logging"
+        self._log.log(step, metrics, epoch=epoch, tokens=self.tokens)
+
+    # ---- checkpoints
+
+    @property
+    def _stopping(self) -> bool:
+        return self.parallel.any_rank(self._stop.requested)
+
+    def should_save(self, step: int) -> bool:
+        """True when the schedule saves after this step, or the run ends here early and writes checkpoints at all."""
+        return self.schedule.should_save(step) or (self.cfg.train.save_strategy != "no" and (self.reached or self._stopping))
+
+    def save(self, step: int, role: Stateful, order: Resumable) -> None:
+        """Write `checkpoint-{step}`: the role's state, and where data, tokens and evaluation stand."""
+        if self.cfg.train.load_best_model_at_end and self.best is not None:
+            self.checkpoints.keep = self.best[0]
+        with self.checkpoints.writing(step) as folder:
+            role.save(folder)
+            if self.parallel.is_main:
+                state = {
+                    "step": step,
+                    "tokens": self.tokens,
+                    "order": order.state_dict(),
+                    "best": self.best,
+                    "resumable": not self.cfg.train.save_only_model,
+                    "world_size": self.parallel.world_size,
+                }
+                (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        if self.parallel.is_main:
+            self._write_state(step)
+
+    def load_best(self, role: Stateful) -> None:
+        """With `load_best_model_at_end`: go back to the weights of the best evaluation, if they are not those of now."""
+        if self.cfg.train.load_best_model_at_end and self.best is not None and self.best[0] != self.step:
+            role.load(self.output_dir / f"checkpoint-{self.best[0]}")
+
+    # ---- the end
+
+    def finish(self, *, seconds: float, plots: tuple[str, ...]) -> dict[str, float]:
+        """Write results, state and plots; returns the results."""
+        results = {f"train_{k}" if k == "loss" else k: v for k, v in self._last.items() if k != "lr" and not k.startswith("eval_")}
+        results |= {"epoch": self.schedule.epoch(self.step), "train_runtime": seconds, "num_input_tokens_seen": float(self.tokens)}
+        evals = {k: v for k, v in self._last.items() if k.startswith("eval_")}
+        if self.parallel.is_main:
+            write_results(self.output_dir, "train", results)
+            if evals:
+                write_results(self.output_dir, "eval", evals)
+            self._write_state(self.step)
+            if self.cfg.train.plot_loss:
+                plot_all(self.output_dir, list(plots))
+        return results | evals
+
+    def _write_state(self, step: int) -> None:
+        best = {} if self.best is None else {"best_global_step": self.best[0], "best_metric": self.best[1]}
+        write_trainer_state(
+            self.output_dir,
+            step=step,
+            total_steps=self.plan.total_steps,
+            epoch=self.schedule.epoch(step),
+            extra={"num_input_tokens_seen": self.tokens} | best,
+        )
+
+
+def average(collected: list[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of every metric over the entries that have it; of `*_max` the largest."""
+    result: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in collected for name in metrics):
+        values = [metrics[name] for metrics in collected if name in metrics]
+        result[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return result

@@ -1,0 +1,1 @@
+"""Supervised stages: one loop over a shuffled data set."""

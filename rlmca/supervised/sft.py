@@ -1,0 +1,64 @@
+"""Stage sft: supervised fine-tuning on conversations."""
+
+from __future__ import annotations
+
+import time
+
+from rlmca.algorithms.losses import SftLoss
+from rlmca.config import RunConfig, batch_plan
+from rlmca.data import Hub, ShuffledOrder, load_prompts, load_train_eval
+from rlmca.parallel import groups
+from rlmca.rewards import build_rewards
+from rlmca.run.roles import build_role, export_policy, open_source, say, start_parallel
+from rlmca.run.session import Session
+from rlmca.supervised.loop import Supervised, run_loop
+from rlmca.supervised.replies import ReplyEvaluation
+
+
+def run(cfg: RunConfig) -> dict[str, float]:
+    """Train as the configuration says; returns the results that are written to `all_results.json`.
+
+    Under torchrun every process calls this and is one rank of the model.
+    """
+    parallel = start_parallel(cfg)
+    replies: ReplyEvaluation | None = None
+    try:
+        source = open_source(cfg)
+        data_seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
+        hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
+        train, evals = load_train_eval(cfg.data, source.template, say(parallel), seed=data_seed, hub=hub)
+        plan = batch_plan(cfg, parallel.world_size, len(train))
+        session = Session(cfg, plan, parallel, best_metric="loss", lower_is_better=True)
+        order = ShuffledOrder(
+            len(train), plan.global_batch, data_seed, shuffle=not cfg.data.disable_shuffling, fingerprint=train.fingerprint
+        )
+        policy = build_role(cfg, source.folder, parallel)
+        session.restore(policy, order)
+        if cfg.rewards.rewards and cfg.data.eval_dataset:
+            longest = cfg.generation.max_prompt_len
+            prompts = load_prompts(cfg.data, source.template, longest, cfg.data.eval_dataset, say(parallel), seed=data_seed, hub=hub)
+            rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+            replies = ReplyEvaluation(cfg, source, parallel, prompts, rewards)
+        parts = Supervised(
+            policy=policy,
+            loss=SftLoss(),
+            train=train,
+            evals=evals,
+            order=order,
+            eval_rows=cfg.train.per_device_eval_batch_size * plan.data_parallel,
+            replies=replies,
+        )
+        start = time.perf_counter()
+        with session:
+            run_loop(session, parts)
+            session.load_best(policy)
+            if cfg.train.do_eval and cfg.train.eval_strategy == "no":
+                session.log_eval(session.step, parts.evaluate(session.step), epoch=order.epochs)
+            folder = export_policy(cfg, policy, source)
+            if folder is not None:
+                say(parallel)(f"Hugging Face model: {folder}")
+        return session.finish(seconds=time.perf_counter() - start, plots=("loss", "eval_loss", "eval_accuracy"))
+    finally:
+        if replies is not None:
+            replies.close()
+        groups.close()

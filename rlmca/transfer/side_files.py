@@ -1,0 +1,55 @@
+"""What a Hugging Face folder holds besides weights: config, generation defaults, tokenizer, chat template, code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+             "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "spiece.model")  # fmt: skip
+OTHERS = ("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates", "*.py",
+          "LICENSE*", "NOTICE*")  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """What export asks of a tokenizer."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write the tokenizer's files into a folder."""
+
+
+def copy_side_files(source: Path, out: Path) -> list[str]:
+    """Copy the files byte for byte where the source has them; returns the names copied."""
+    copied = []
+    for pattern in (*OTHERS, *TOKENIZER):
+        for path in sorted(source.glob(pattern)):
+            if path.is_dir():
+                shutil.copytree(path, out / path.name)
+            else:
+                shutil.copyfile(path, out / path.name)
+            copied.append(path.name)
+    return copied
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer's files."""
+    return any(True for pattern in TOKENIZER for _ in folder.glob(pattern))
+
+
+def settle_config(out: Path, hf_config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Make config.json of the new folder fit the weights: written if the source had none, its dtype changed if it names another.
+
+    Transformers loads weights in the type that config.json names, so a stale entry would round them silently. A config
+    that already fits keeps its bytes.
+    """
+    path, name = out / "config.json", str(dtype).removeprefix("torch.")
+    config = json.loads(path.read_text()) if path.exists() else dict(hf_config)
+    stale = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
+    if stale or not path.exists():
+        config |= dict.fromkeys(stale, name)
+        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,158 @@
+"""Executor ranks -> Hugging Face tensors, one after the other, on one rank.
+
+Owners of the pieces send them point to point to the receiving rank, one message per bucket of tensors, so memory
+stays bounded by the bucket and small tensors do not cost a message each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.layouts.boxes import Shape, extents, full, volume
+from rlmca.transfer.load import check_params, index
+
+Index = tuple[slice, ...]
+
+
+class _Piece(NamedTuple):
+    owner: int
+    param: str
+    at: Index
+    to: Index
+    shape: Shape
+    numel: int
+
+
+class _Target(NamedTuple):
+    """A Hugging Face tensor. `whole`: one piece of one parameter is all of it."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[_Piece, ...]
+    whole: bool
+
+
+@dataclass
+class LiveWeights:
+    """The live parameters of this rank, or tensors shaped like them (gradients), and where the others are.
+
+    `params` holds what `layout.rank_plan(topology, coord)` names, all of one dtype on one device. `rank_of` gives the global
+    rank that answers for a coordinate (one data-parallel replica). `group` spans all ranks that iterate; None means this
+    process alone. The plan is made once here; it refers to parameters by name, so they may change storage.
+    Raises ValueError for parameters that do not fit, LayoutError for a model that does not fit the topology.
+    """
+
+    layout: ModelLayout
+    topology: Topology
+    coord: Coord
+    params: Mapping[str, Tensor]
+    rank_of: Callable[[Coord], int] = lambda coord: 0
+    group: dist.ProcessGroup | None = None
+    bucket_bytes: int = 64 << 20
+    buckets: list[list[_Target]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.group is None and self.topology.tp * self.topology.pp > 1:
+            raise ValueError(f"{self.topology} has several ranks: LiveWeights needs the process group that spans them")
+        check_params(self.layout.rank_plan(self.topology, self.coord), self.params)
+        if len(kinds := {(p.dtype, p.device) for p in self.params.values()}) != 1:
+            raise ValueError(f"LiveWeights needs one dtype and one device for all parameters, got {sorted(map(str, kinds))}")
+        ((self.dtype, self.device),) = kinds
+        self.buckets = self._plan()
+
+    def with_params(self, params: Mapping[str, Tensor]) -> LiveWeights:
+        """The same plan over other tensors of the same names and shapes, such as gradients."""
+        return LiveWeights(self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes)
+
+    def _plan(self) -> list[list[_Target]]:
+        buckets: list[list[_Target]] = [[]]
+        used = 0
+        for name, hf in self.layout.hf_plan(self.topology).items():
+            pieces = tuple(
+                _Piece(self.rank_of(p.coord), p.param, index(p.param_box), index(p.hf_box), extents(p.hf_box), volume(p.hf_box))
+                for p in hf.pieces
+            )
+            size = volume(full(hf.shape)) * self.dtype.itemsize
+            if used and used + size > self.bucket_bytes:
+                buckets.append([])
+                used = 0
+            buckets[-1].append(_Target(name, hf.shape, pieces, len(pieces) == 1))
+            used += size
+        return buckets
+
+
+def hf_tensors(weights: LiveWeights, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the whole model, in the order of the layout, on global rank `dst_rank`.
+
+    Collective: every rank of `weights.group` runs it to its end; the others yield nothing. Tensors carry no gradient.
+    Where a tensor is one contiguous part of a live parameter it is yielded as a view: copy it to keep it.
+    """
+    if weights.group is None:
+        return _local(weights)
+    rank = dist.get_rank()
+    return _receive(weights, rank) if rank == dst_rank else _send(weights, rank, dst_rank)
+
+
+def _local(weights: LiveWeights) -> Iterator[tuple[str, Tensor]]:
+    for bucket in weights.buckets:
+        for target in bucket:
+            yield target.name, _assemble(weights, target, lambda piece: weights.params[piece.param].detach()[piece.at])
+
+
+def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Tensor]) -> Tensor:
+    if target.whole and (only := part(target.pieces[0])).is_contiguous():
+        return only
+    out = torch.empty(target.shape, dtype=weights.dtype, device=weights.device)
+    for piece in target.pieces:
+        out[piece.to].copy_(part(piece))
+    return out
+
+
+def _send(weights: LiveWeights, rank: int, dst_rank: int) -> Iterator[tuple[str, Tensor]]:
+    for bucket in weights.buckets:
+        mine = [weights.params[p.param].detach()[p.at].reshape(-1) for target in bucket for p in target.pieces if p.owner == rank]
+        if mine:
+            dist.send(torch.cat(mine), dst_rank, group=weights.group)
+    yield from ()
+
+
+def _receive(weights: LiveWeights, rank: int) -> Iterator[tuple[str, Tensor]]:
+    for bucket in weights.buckets:
+        sizes: dict[int, int] = {}
+        for target in bucket:
+            for piece in target.pieces:
+                if piece.owner != rank:
+                    sizes[piece.owner] = sizes.get(piece.owner, 0) + piece.numel
+        flat = {owner: torch.empty(n, dtype=weights.dtype, device=weights.device) for owner, n in sorted(sizes.items())}
+        for request in [dist.irecv(buffer, owner, group=weights.group) for owner, buffer in flat.items()]:
+            if request is not None:
+                request.wait()
+        read = dict.fromkeys(flat, 0)
+
+        def part(piece: _Piece, flat: dict[int, Tensor] = flat, read: dict[int, int] = read) -> Tensor:
+            if piece.owner == rank:
+                return weights.params[piece.param].detach()[piece.at]
+            start = read[piece.owner]  # pieces lie in the order of the plan, which sender and receiver share
+            read[piece.owner] = start + piece.numel
+            return flat[piece.owner][start : start + piece.numel].view(piece.shape)
+
+        for target in bucket:
+            yield target.name, _assemble(weights, target, part)
+
+
+def agree(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
+    """Raise on every rank of the group when one has an error: its own error there, a RuntimeError quoting it elsewhere."""
+    if group is not None:
+        texts: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        if error is None and (other := next((t for t in texts if t is not None), None)) is not None:
+            raise RuntimeError(f"another rank failed: {other}")
+    if error is not None:
+        raise error

@@ -1,0 +1,230 @@
+"""Every field of a family's Hugging Face config, changed one by one, and what must come of it.
+
+The list is made by walking the fields of the config class, so a field that a new Transformers version adds fails here
+until somebody decides what it means.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The change must arrive in these keywords of TransformerConfig or GPTModel, and in no other.
+
+    `logits` is False where it is read only when weights are drawn or in training: the logits of given weights stay.
+    """
+
+    keywords: Mapping[str, Any]
+    logits: bool = True
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The change must be an error that names this field (default: the changed one) and its value."""
+
+    named: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """The change must alter no keyword, and no logit of the Transformers model."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`base_config(family) | {field: value} | also`, and the expectation."""
+
+    field: str
+    value: Any
+    expect: Maps | Refused | NoEffect
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}" + (f",{dict(self.also)!r}" if self.also else "")
+
+    def apply(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        return copy.deepcopy({**base, self.field: self.value, **self.also})  # Transformers writes into what it is given
+
+
+CONFIG_CLASSES: dict[str, type] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+
+
+def base_config(family: str) -> dict[str, Any]:
+    """A small config of the family as a config.json would hold it; everything not named is the class's default."""
+    own = {"qwen3": {"head_dim": 16}, "qwen2": {}, "llama": {}}[family]
+    return {
+        "model_type": family,
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        **own,
+    }
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+LLAMA3_KEYWORDS = {"rope_scaling": True, "rope_scaling_factor": 8.0}
+OTHER_ROPES = [
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 32,
+    },
+    {"rope_type": "proportional", "rope_theta": 10000.0},
+]
+
+
+def _same(*values: Any) -> list[tuple[Any, NoEffect]]:
+    return [(value, NoEffect()) for value in values]
+
+
+def _refused(*values: Any) -> list[tuple[Any, Refused]]:
+    return [(value, Refused()) for value in values]
+
+
+def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
+    """field of the config class -> [(value, expectation[, other fields])]."""
+    derived = family != "qwen3"  # without head_dim, the size of a head follows from hidden_size and heads
+    windows: dict[str, list[tuple[Any, ...]]] = {
+        "use_sliding_window": [
+            *_same(True),  # the window would begin at layer 28 of 2
+            (True, Refused(), {"max_window_layers": 1, "sliding_window": 4}),
+            (True, NoEffect(), {"max_window_layers": 1, "sliding_window": None}),
+            *_refused("yes"),
+        ],
+        "sliding_window": _same(4, None),
+        "max_window_layers": _same(0),
+        "layer_types": [
+            (["full_attention", "full_attention"], NoEffect()),
+            (["attention", "full_attention"], NoEffect()),
+            (["full_attention", "sliding_attention"], Refused(), {"use_sliding_window": True, "sliding_window": 4}),
+            *_refused(["full_attention"], ["full_attention", "linear_attention"]),
+        ],
+    }
+    own: dict[str, dict[str, list[tuple[Any, ...]]]] = {
+        "qwen3": {**windows, "attention_bias": _refused(True), "head_dim": [(8, Maps({"kv_channels": 8})), *_refused(7, None)]},
+        "qwen2": windows,
+        "llama": {
+            "head_dim": [(16, Maps({"kv_channels": 16})), (None, NoEffect()), *_refused(7)],
+            "attention_bias": [*_refused(True), (True, Maps({"add_bias_linear": True}), {"mlp_bias": True})],
+            "mlp_bias": [(True, Refused("attention_bias"))],
+            "pretraining_tp": _same(2),
+        },
+    }
+    return own[family] | {
+        "vocab_size": [(71, Maps({"vocab_size": 71})), *_refused(0, "67", 67.5)],
+        "hidden_size": [(48, Maps({"hidden_size": 48} | ({"kv_channels": 12} if derived else {})))],
+        "intermediate_size": [(64, Maps({"ffn_hidden_size": 64}))],
+        "num_hidden_layers": [(3, Maps({"num_layers": 3}))],
+        "num_attention_heads": [
+            (8, Maps({"num_attention_heads": 8} | ({"kv_channels": 4} if derived else {}))),
+            (5, Refused("num_key_value_heads")),
+        ],
+        "num_key_value_heads": [(1, Maps({"num_query_groups": 1})), (None, Maps({"num_query_groups": 4})), *_refused(3)],
+        "hidden_act": [*_same("swish"), *_refused("gelu", "gelu_pytorch_tanh", "relu")],
+        "max_position_embeddings": [(256, Maps({"max_sequence_length": 256}, logits=False))],
+        "initializer_range": [(0.05, Maps({"init_method_std": 0.05}, logits=False))],
+        "rms_norm_eps": [(1e-3, Maps({"layernorm_epsilon": 1e-3})), *_refused("1e-5", None)],
+        "use_cache": _same(False),
+        "tie_word_embeddings": [(True, Maps({"share_embeddings_and_output_weights": True})), *_refused(None)],
+        "attention_dropout": [(0.25, Maps({"attention_dropout": 0.25}, logits=False))],
+        "rope_parameters": [
+            ({"rope_type": "default", "rope_theta": 500.0}, Maps({"rotary_base": 500.0})),
+            ({"rope_theta": 500.0, "partial_rotary_factor": 1.0}, Maps({"rotary_base": 500.0})),
+            ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, Maps({"seq_len_interpolation_factor": 2.0})),
+            (LLAMA3, Maps(LLAMA3_KEYWORDS)),
+            ({}, NoEffect()),
+            *[(rope, Refused("rope_parameters.rope_type")) for rope in OTHER_ROPES],
+            *[(LLAMA3 | {key: value}, Refused(f"rope_parameters.{key}")) for key, value in
+              [("low_freq_factor", 2.0), ("high_freq_factor", 8.0), ("original_max_position_embeddings", 4096), ("factor", 0.5)]],
+            ({k: v for k, v in LLAMA3.items() if k[0] != "o"}, Refused("rope_parameters.original_max_position_embeddings")),
+            ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, Refused("rope_parameters.partial_rotary_factor")),
+            ({"rope_type": "linear", "rope_theta": 10000.0}, Refused("rope_parameters.factor")),
+            ({"rope_type": "default", "rope_theta": 10000.0, "attention_factor": 2.0}, Refused("rope_parameters.attention_factor")),
+            ({"full_attention": {"rope_type": "default", "rope_theta": 500.0}}, Refused("rope_parameters")),
+        ],
+        "pad_token_id": _same(3),
+        "bos_token_id": _same(3),
+        "eos_token_id": _same(3, [3, 4]),
+        "transformers_version": _same("4.51.0"),
+        "architectures": [([{"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family] + "ForCausalLM"], NoEffect()),
+                          *_refused(["Qwen3ForSequenceClassification"])],
+        "output_hidden_states": _same(True),
+        "return_dict": _same(False),  # Transformers 5.19 itself cannot run its causal models with false in the config
+        "dtype": _same("bfloat16"),
+        "chunk_size_feed_forward": _same(4),
+        "is_encoder_decoder": _refused(True),
+        "id2label": _same({"0": "no", "1": "yes", "2": "maybe"}),
+        "label2id": _same({"no": 0}),
+        "problem_type": _same("regression"),
+    }  # fmt: skip
+
+
+def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Spellings of Transformers 4, and fields that the class does not know."""
+    extra: dict[str, list[tuple[Any, ...]]] = {
+        "qwen3": {},
+        "qwen2": {
+            "head_dim": [(16, Maps({"kv_channels": 16})), *_refused(7)],
+            "attention_bias": _refused(True),
+            "use_mrope": [*_same(False), *_refused(True)],
+        },
+        "llama": {"sliding_window": [*_same(None), *_refused(4)], "rope_interleaved": [*_same(False), *_refused(True)]},
+    }[family]
+    return extra | {
+        "rope_theta": [
+            (500.0, Maps({"rotary_base": 500.0})),
+            (1000000, Maps({"rotary_base": 1000000})),
+            (500.0, Refused(), {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+            *_refused(-1.0),
+        ],
+        "rope_scaling": [
+            *_same(None),
+            ({"type": "linear", "factor": 2.0}, Maps({"seq_len_interpolation_factor": 2.0})),
+            ({"rope_type": "linear", "factor": 4}, Maps({"seq_len_interpolation_factor": 4, "rotary_base": 500.0}), {"rope_theta": 500.0}),
+            ({k: v for k, v in LLAMA3.items() if k != "rope_theta"}, Maps(LLAMA3_KEYWORDS)),
+            ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, Refused("rope_scaling.type")),
+            ({"type": "dynamic", "factor": 4.0}, Refused("rope_scaling.type")),
+            ({"type": "linear", "factor": 2.0}, Refused(), {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ],
+        "partial_rotary_factor": [*_same(1.0), *_refused(0.5)],
+        "torch_dtype": _same("bfloat16"),
+        "quantization_config": _refused({"quant_method": "fp8"}),
+        "per_layer_config": _refused({"0": {"num_key_value_heads": 4}}),
+        "auto_map": _refused({"AutoModelForCausalLM": "modeling.Model"}),
+        "logit_scale": _refused(0.5),
+        "final_logit_softcapping": [*_same(None), *_refused(30.0)],
+        "attn_logit_softcapping": _refused(50.0),
+        "residual_multiplier": _refused(0.22),
+        "num_experts": _refused(8),
+        "output_attentions": _same(True),
+        "temperature": _same(0.6),
+        "max_length": _same(4096),
+        "num_labels": _same(2),
+        "_name_or_path": _same("somewhere"),
+    }
+
+
+def mutations(family: str) -> list[Mutation]:
+    """All mutations of a family. Fails when the table and the fields of the config class differ."""
+    table = _class_fields(family)
+    fields = {f.name for f in dataclasses.fields(CONFIG_CLASSES[family])}
+    assert fields == set(table), f"undecided fields: {sorted(fields - set(table))}; gone: {sorted(set(table) - fields)}"
+    both = list(table.items()) + list(_other_fields(family).items())
+    return [Mutation(name, value, expect, *also) for name, entries in both for value, expect, *also in entries]

@@ -1,0 +1,120 @@
+"""An engine on the ranks of a pool, and what Transformers computes on the same batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmca.types import Batch, batch_of_examples
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the layout table."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+    micro_batch: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    data_parallel: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+def random_batch(vocab: int = 67, rows: int = 8, *, seed: int = 0) -> Batch:
+    """Rows of unequal length with random target masks; token id 0 occurs and the first tokens are never targets."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 14, (rows,), generator=draw).tolist()
+    ids = [torch.randint(0, vocab, (n,), generator=draw).tolist() for n in lengths]
+    masks = [[False] + (torch.rand(n - 1, generator=draw) < 0.6).tolist() for n in lengths]
+    masks[0][-1] = True
+    return batch_of_examples(ids, masks)
+
+
+def make_engine(folder: Path, layout: Layout, *, trainable: bool = True) -> Any:
+    """A `MegatronEngine` of this rank under `layout`."""
+    import json
+    import os
+
+    from rlmca.engines.megatron import MegatronEngine
+    from rlmca.engines.options import EngineOptions
+    from rlmca.layouts import ModelLayout
+    from rlmca.models.build import BuildOptions, DataParallelOptions
+    from rlmca.parallel import groups
+
+    world = layout.world
+    rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
+    parallel = groups.start(tp=layout.tp, pp=layout.pp, rank=rank, world_size=world, seed=7)
+    options = EngineOptions(
+        build=BuildOptions(sequence_parallel=layout.sp, **layout.options),
+        data_parallel=DataParallelOptions(**layout.data_parallel),
+        micro_batch_size=layout.micro_batch,
+        eval_batch_size=3,
+    )
+    model_layout = ModelLayout(json.loads((folder / "config.json").read_text()), spec="local")
+    return MegatronEngine(model_layout, parallel, options, folder=folder, trainable=trainable)
+
+
+def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, Any] | None:
+    """Loss, gradients under HF names and log-probs of the whole batch; rank 0 answers."""
+    from rlmca.algorithms.losses import SftLoss
+    from rlmca.engines.microbatch import micro_batches
+    from rlmca.parallel.groups import share
+    from rlmca.transfer.stream import hf_tensors
+    from rlmca.workers import SpmdGroup
+
+    engine = make_engine(folder, layout)
+    parallel = engine.parallel
+    logp_BT = SpmdGroup(engine, parallel).log_probs(batch).logp_BT
+    own = batch.rows(share(range(len(batch)), parallel.dp_rank, parallel.dp_size))
+    loss = SftLoss()
+    counts = engine._global_counts(own, loss)
+    engine.compute_gradients(micro_batches(own, layout.micro_batch, parallel, sequence_parallel=layout.sp), loss, counts)
+    value = engine._reduce_metrics(engine._collected)["loss"]
+    _gather_sharded_gradients(engine)
+    weights = engine.weights().with_params({name: p.main_grad for name, p in engine.policy.named_parameters()})
+    gradients = {name: tensor.clone() for name, tensor in hf_tensors(weights)}
+    return {"loss": value, "gradients": gradients, "logp_BT": logp_BT} if parallel.rank == 0 else None
+
+
+def _gather_sharded_gradients(engine: Any) -> None:
+    """The distributed optimizer leaves each data-parallel rank its own part of the summed gradient: collect the parts."""
+    from megatron.core import parallel_state
+
+    if engine.parallel.dp_size == 1 or not engine.options.data_parallel.use_distributed_optimizer:
+        return
+    group = parallel_state.get_data_parallel_group()
+    for buffer in engine.model.buffers:
+        for bucket in buffer.buckets:
+            parts = bucket.grad_data.chunk(engine.parallel.dp_size)
+            gathered = [torch.empty_like(part) for part in parts]
+            dist.all_gather(gathered, parts[engine.parallel.dp_rank].clone(), group=group)
+            bucket.grad_data.copy_(torch.cat(gathered))
+
+
+def hf_reference(model: Any, batch: Batch) -> dict[str, Any]:
+    """The same numbers by Transformers alone, row by row without padding."""
+    model.zero_grad()
+    logp_BT = torch.zeros(batch.ids_BT.shape)
+    total: Tensor = torch.zeros(())
+    for b in range(len(batch)):
+        length = int(batch.length_B[b])
+        ids = batch.ids_BT[b : b + 1, :length]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1]
+        logp_T = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+        logp_BT[b, 1:length] = logp_T.detach() * batch.mask_BT[b, 1:length]
+        total = total - (logp_T * batch.mask_BT[b, 1:length]).sum()
+    loss = total / batch.mask_BT.sum()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.item(), "gradients": gradients, "logp_BT": logp_BT}

@@ -1,0 +1,47 @@
+"""Tiny random Hugging Face models, written to a folder once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 67,  # odd on purpose: tensor parallelism has to pad it
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": None,  # with a pad id, Transformers drops the gradient of that embedding row (padding_idx); Megatron does not
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3_untied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 16}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+}
+
+
+def make_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 model of family `name` in eval mode, norms and biases perturbed so that mix-ups show."""
+    config_class, model_class, own = FAMILIES[name]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**SMALL, **own, **overrides}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # ones and zeros would hide a swapped norm or a dropped bias
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.float().eval()
+
+
+def save_model(name: str, folder: Path, **kwargs: Any) -> Path:
+    """`make_model` written to `folder` in Transformers' format."""
+    make_model(name, **kwargs).save_pretrained(folder)
+    return folder

@@ -1,0 +1,108 @@
+"""Every field of a Hugging Face config is mapped, refused by name, or known to have no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlmca.layouts import FAMILIES, ModelLayout, UnsupportedField, family_of
+from rlmca.layouts.fields import NoEffect as NoEffectRule
+from tests.helpers.config_mutations import CONFIG_CLASSES, Maps, Mutation, NoEffect, Refused, base_config, mutations
+
+CASES = [pytest.param(family, mutation, id=f"{family}-{mutation}") for family in FAMILIES for mutation in mutations(family)]
+
+
+def keywords(config: dict[str, Any]) -> dict[str, Any]:
+    megatron = family_of(config).megatron(config)
+    return {**megatron.config, **megatron.model}
+
+
+@pytest.mark.parametrize(("family", "mutation"), CASES)
+def test_changing_one_field_does_what_the_table_says(family: str, mutation: Mutation) -> None:
+    base = base_config(family)
+    changed = mutation.apply(base)
+    match mutation.expect:
+        case Refused(named):
+            with pytest.raises(UnsupportedField) as caught:
+                keywords(changed)
+            name = named or mutation.field
+            assert name in [error.field for error in caught.value.errors]
+            line = next(line for line in str(caught.value).splitlines() if line.startswith(name + ":"))
+            assert "is not supported; " in line and len(line.split("; ", 1)[1]) > 8  # says what to write instead
+        case Maps(keywords=expected):
+            assert keywords(changed) == {**keywords(base), **expected} != keywords(base)
+        case NoEffect():
+            assert keywords(changed) == keywords(base)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rule_is_exercised_and_every_exemption_has_a_reason(family: str) -> None:
+    tried = {mutation.field for mutation in mutations(family)}
+    rules = FAMILIES[family].fields
+    assert all(len(rule.why) > 5 for rule in rules.values() if isinstance(rule, NoEffectRule))
+    constants = {"pruned_heads", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"}
+    assert {name for name, rule in rules.items() if not isinstance(rule, NoEffectRule)} - constants <= tried
+    for name in constants:
+        with pytest.raises(UnsupportedField, match=name):
+            keywords({**base_config(family), name: {"0": [1]}})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_take_the_defaults_of_transformers(family: str) -> None:
+    assert keywords({"model_type": family}) == keywords(CONFIG_CLASSES[family]().to_dict())
+
+
+def test_all_errors_come_at_once() -> None:
+    bad = {**base_config("qwen3"), "hidden_act": "gelu", "logit_scale": 2.0, "rope_theta": 1.0, "rope_scaling": {"type": "yarn"}}
+    with pytest.raises(UnsupportedField) as caught:
+        keywords(bad)
+    assert [error.field for error in caught.value.errors] == ["hidden_act", "logit_scale", "rope_scaling.type"]
+    assert "'gelu'" in str(caught.value) and "2.0" in str(caught.value) and "'yarn'" in str(caught.value)
+
+
+def test_unknown_model_type_names_the_families() -> None:
+    with pytest.raises(ValueError, match="'gemma3'.*qwen3, qwen2, llama"):
+        ModelLayout({"model_type": "gemma3"})
+    with pytest.raises(ValueError, match="None"):
+        family_of({})
+
+
+PUBLISHED = {
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen2.5-0.5B": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+        "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+        "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+        "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    config = PUBLISHED[name]
+    got = keywords(config)
+    assert got["rotary_base"] == config["rope_theta"] and got["num_layers"] == config["num_hidden_layers"]
+    assert (got.get("rope_scaling_factor") == 32.0) is (name == "Llama-3.2-1B")
+    modern = CONFIG_CLASSES[config["model_type"]](**config).to_dict()  # what Transformers 5 makes of it
+    assert keywords(modern) == got
