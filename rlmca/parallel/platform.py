@@ -13,6 +13,7 @@ import functools
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -145,14 +146,22 @@ def _patch_type_names() -> None:
     torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
 
 
-def _patch_megatron() -> None:
-    import warnings
+def quiet_megatron() -> None:
+    """Silence advice of megatron-core and torch that no user of this package can follow."""
+    for message in (
+        ".*Apex (is|are) not installed.*",  # our torch parts take their place
+        ".*Transformer Engine and Apex are not installed.*",
+        "full scope is deprecated.*",
+        "The .grad attribute of a Tensor that is not a leaf.*",
+        ".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
-    with warnings.catch_warnings():
-        # "Transformer Engine and Apex are not installed": our torch parts take their place
-        warnings.simplefilter("ignore")
-        import megatron.core.tensor_parallel.random as random
-        import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
     random_module: Any = random
     random_module._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random_module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

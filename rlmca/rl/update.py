@@ -77,7 +77,7 @@ def update_policy(
     for _ in range(rl.updates_per_rollout):
         for batch in batches:
             collected.append(policy.train_batch(batch, loss, learning_rate))
-    metrics = average(collected)
+    metrics = average(collected) if collected else {"loss": 0.0, "grad_norm": 0.0}
     metrics["updates"] = float(sum(m["skipped"] == 0.0 for m in collected))
     metrics["skipped"] = float(sum(m["skipped"] for m in collected)) if collected else 1.0
     metrics["used_samples"] = len(chosen) / len(samples)

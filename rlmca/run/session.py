@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmca.config import BatchPlan, RunConfig
+from rlmca.observe.console import note
 from rlmca.observe.log import RunLog
 from rlmca.observe.plots import plot_all
 from rlmca.observe.progress import progress
@@ -118,6 +119,8 @@ class Session:
         self.best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))
         if self.best is not None:
             self.checkpoints.keep = self.best[0]
+        if self.parallel.is_main:
+            note(f"resuming after step {self.step} of {self.plan.total_steps} from {self.resume_from}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps left to do, with a progress bar; raises Interrupted when a signal stopped the run."""
