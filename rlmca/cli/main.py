@@ -134,8 +134,13 @@ def _bench(arguments: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     options, extra = parser.parse_known_args(arguments)
     from rlmca.bench import run_bench
+    from rlmca.bench.commands import CommandFailed
 
-    status = run_bench(options.name, options.json, extra)
+    try:
+        status = run_bench(options.name, options.json, extra)
+    except CommandFailed as error:
+        show.message(str(error))
+        return 1
     return int(status or 0)
 
 

@@ -32,7 +32,8 @@ def make_project(folder: Path, *, family: str = "qwen3_tied", rows: int = 40) ->
     pairs = [(a, b) for a in range(12) for b in range(9)]
     picked = [pairs[(7 * i) % len(pairs)] for i in range(rows + 11)]
     examples = [
-        {"instruction": f"What is {a} + {b} = ?" + " please" * (a % 3), "input": "", "output": str(a + b), "answer": str(a + b)} for a, b in picked
+        {"instruction": f"What is {a} + {b} = ?" + " please" * (a % 3), "input": "", "output": str(a + b), "answer": str(a + b)}
+        for a, b in picked
     ]
     (data / "add.json").write_text(json.dumps(examples[:rows]))
     (data / "held.json").write_text(json.dumps(examples[rows:]))

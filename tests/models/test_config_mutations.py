@@ -25,7 +25,9 @@ IDS = [list(range(1, 12)), [5, 0, 3, 9, 2]]
 def transformers_logp(config: dict[str, Any], folder: Path) -> torch.Tensor:
     """Log-probs by a Transformers model with seeded weights of this config, which is left in `folder`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(config))), attn_implementation="eager").float().eval()
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(config))), attn_implementation="eager").float().eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # drawn here: no field of the config decides how large they are
             parameter.copy_(torch.randn_like(parameter) * 0.2)

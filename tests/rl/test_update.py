@@ -35,7 +35,9 @@ def samples(seed: int = 0) -> list[Sample]:
         for k in range(4):
             reply = [number(0, 67) for _ in range(number(1, 6))]
             found.append(
-                Sample(prompt, reply, [0.0] * len(reply), [0] * len(reply), "stop", group=group, k=k, reward=float(k % 2), advantage=k - 1.5)
+                Sample(
+                    prompt, reply, [0.0] * len(reply), [0] * len(reply), "stop", group=group, k=k, reward=float(k % 2), advantage=k - 1.5
+                )
             )
     return found
 

@@ -36,7 +36,9 @@ def losses(output: Path) -> list[float]:
 def test_a_run_leaves_what_it_promises(whole: Path) -> None:
     lines = log_lines(whole)
     assert [line["current_steps"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert {"total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time", "throughput", "total_tokens"} <= set(lines[-1])
+    assert {"total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time", "throughput", "total_tokens"} <= set(
+        lines[-1]
+    )
     assert lines[-1]["percentage"] == 100 and lines[-1]["epoch"] == 0.6 and lines[0]["lr"] == 0.0 and lines[2]["lr"] == 0.01
     for name in ("train_results.json", "eval_results.json", "all_results.json", "trainer_state.json"):
         assert json.loads((whole / name).read_text())

@@ -1,0 +1,62 @@
+# make demo       the whole way on a tiny model: SFT, GRPO, evaluation (SEED=0, 1, ... chooses the seed)
+# make test       the tests;  make test-all  with whole sweeps
+# make lint       ruff, mypy, import-linter
+# make venv       only the environment;  make clean  removes it and everything that was made
+# PYTHON=python3.12 chooses the interpreter (3.11 or 3.12) that .venv is made from.
+
+PYTHON ?= python3
+SEED ?= 0
+PYTEST ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export PYTHONHASHSEED ?= 0
+
+# The stamp's name holds a hash of everything the environment depends on: another hash, another install.
+# It is made last, so an interrupted install is never taken for a finished one.
+KEY := $(shell { cat requirements/cpu.txt requirements/dev.txt pyproject.toml setup.py; $(PYTHON) --version; } 2>&1 | sha256sum | cut -c1-16)
+READY := $(VENV)/.ready-$(KEY)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all lint clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+venv: $(READY)
+
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); rlmca needs Python 3.11 or 3.12." >&2; \
+	  echo "make: name one, for example: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version) (a minute or two; only when the requirements change)"
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m rlmca.bench.demo --seed $(SEED)
+
+# pytest says 5 when nothing was selected, which is fine in one of the two parts, not in both.
+test: $(READY)
+	@$(BIN)/coverage erase
+	@$(BIN)/python -m pytest -n 2 -m "not serial" --cov --cov-report= $(PYTEST); beside=$$?; \
+	$(BIN)/python -m pytest -m serial --cov --cov-append --cov-report=term $(PYTEST); alone=$$?; \
+	[ $$beside = 0 ] || [ $$beside = 5 -a $$alone = 0 ] || exit 1; \
+	[ $$alone = 0 ] || [ $$alone = 5 -a $$beside = 0 ] || exit 1
+
+test-all:
+	@$(MAKE) test PYTEST="--whole $(PYTEST)"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.*
+	find rlmca tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
