@@ -118,17 +118,26 @@ def start(
             dist.init_process_group(platform.backend(), store=alone, rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(platform.backend(), rank=rank, world_size=world_size, timeout=timeout)
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-        create_gloo_process_groups=False,
-    )
+    if not _same_layout(tp, pp):
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
     parallel = Parallel(tp_size=tp, pp_size=pp, rank=rank, world_size=world_size, device=platform.device())
     seed_everything(seed, parallel)
     return parallel
+
+
+def _same_layout(tp: int, pp: int) -> bool:
+    """True when the groups that exist are those of this layout: new ones would cost sockets and threads each time."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    here = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+    return here == (tp, pp)
 
 
 def seed_everything(seed: int, parallel: Parallel) -> None:

@@ -5,6 +5,7 @@ One rollout, one policy version: `version` is the number of the last step whose 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,9 @@ class Roles:
 def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
     """All steps from where the session stands; saves and evaluates as the schedule says."""
     sync_weights(roles, session.step)
+    logging = 0.0
     for step in session.steps():
-        watch = Stopwatch()
+        watch = Stopwatch(carried=logging)
         _, numbers = roles.order.next()
         prompts = [roles.prompts[number] for number in numbers]
 
@@ -70,7 +72,9 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
         tokens = sum(len(s.reply_ids) for s in samples)
         metrics |= watch.seconds()
         metrics |= {"lr": lr, "tokens_per_second": tokens / metrics["time_generate"], "reward_errors": float(roles.rewards.errors)}
+        written = time.perf_counter()
         session.log(step, metrics, epoch=roles.order.epochs, tokens=sum(s.length for s in samples))
+        logging = time.perf_counter() - written
         if roles.evaluate is not None and session.schedule.should_eval(step):
             session.log_eval(step, roles.evaluate(), epoch=roles.order.epochs)
         if session.should_save(step):

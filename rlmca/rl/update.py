@@ -78,6 +78,9 @@ def update_policy(
         for batch in batches:
             collected.append(policy.train_batch(batch, loss, learning_rate))
     metrics = average(collected) if collected else {"loss": 0.0, "grad_norm": 0.0}
+    if collected and rl.old_logp == "rollout":
+        # only the first optimizer step still sees the policy that the rollout engine sampled from
+        metrics |= {name: value for name, value in collected[0].items() if name.startswith("logp_gap")}
     metrics["updates"] = float(sum(m["skipped"] == 0.0 for m in collected))
     metrics["skipped"] = float(sum(m["skipped"] for m in collected)) if collected else 1.0
     metrics["used_samples"] = len(chosen) / len(samples)

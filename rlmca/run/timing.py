@@ -8,11 +8,15 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Wall seconds of the named phases of one step, and of the step since the watch was made."""
+    """Wall seconds of the named phases of one step, and of the whole step since the watch was made.
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._phases: dict[str, float] = {}
+    `carried` are seconds that belong to a step but come after its figures are written (writing them); they are
+    counted to the next step, as `time_log`.
+    """
+
+    def __init__(self, carried: float = 0.0) -> None:
+        self._start = time.perf_counter() - carried
+        self._phases: dict[str, float] = {"log": carried}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

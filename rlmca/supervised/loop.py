@@ -43,7 +43,7 @@ def run_loop(session: Session, parts: Supervised) -> None:
         batch = collate(parts.train, rows)
         lr = session.learning_rate(step)
         metrics = parts.policy.train_batch(batch, parts.loss, lr)
-        metrics |= {"lr": lr, **watch.seconds()}
+        metrics |= {"lr": lr, "time_step": watch.seconds()["time_step"]}
         session.log(step, metrics, epoch=parts.order.epochs, tokens=batch.num_tokens)
         if session.schedule.should_eval(step):
             session.log_eval(step, parts.evaluate(step), epoch=parts.order.epochs)

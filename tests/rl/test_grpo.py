@@ -131,7 +131,7 @@ def test_other_options_run(changes: dict[str, Any], project: Path, tmp_path: Pat
     if "updates_per_rollout" in changes and lines[0]["updates"]:
         assert lines[0]["logp_gap_max"] < 1e-5, "log-probs at temperature 0.7 on both sides"
     if changes.get("kl_coef") == 0.0:
-        assert "kl" not in lines[0]
+        assert "kl" not in lines[0] and max(line["logp_gap_max"] for line in lines) < 1e-5
 
 
 def test_bf16_runs(project: Path, tmp_path: Path) -> None:

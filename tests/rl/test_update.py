@@ -80,6 +80,13 @@ def test_every_first_ratio_is_one_while_the_policy_stands_still(policy: Recorder
         assert abs(metrics["ratio"] - 1.0) < 1e-5 and abs(metrics["ratio_max"] - 1.0) < 1e-5
 
 
+def test_the_gap_is_measured_before_the_policy_moves(policy: Recorder) -> None:
+    """With the rollout's log-probs as baseline, later mini-batches see a policy that the rollout did not come from."""
+    metrics = update_policy(policy, None, samples(), config(old_logp="rollout"), step=1, learning_rate=1e-2)
+    assert len(policy.steps) == 2
+    assert metrics["logp_gap_max"] == policy.steps[0]["logp_gap_max"] and metrics["logp_gap"] == policy.steps[0]["logp_gap"]
+
+
 def test_sampling_temperature_reaches_the_ratio_and_the_gap(policy: Recorder) -> None:
     """Known fault F1: with T != 1 the first on-policy ratio is still 1 and rollout log-probs at T agree with the trainer's."""
     drawn = samples()
