@@ -60,7 +60,7 @@ class TrainConfig:
     save_steps: int = option(500, "Write a checkpoint every so many steps.", at_least=1)
     save_total_limit: int | None = option(None, "Keep at most this many checkpoints.", at_least=1)
     save_only_model: bool = option(False, "Checkpoints without optimiser state; such a run cannot be resumed.")
-    save_hf_model: bool = option(True, "Write a Hugging Face folder to output_dir at the end.")
+    save_hf_model: bool = option(True, "Write a Hugging Face folder to output_dir/hf at the end.")
     eval_strategy: str = option("no", "When evaluation runs.", choices=_STRATEGIES, refused=_STRATEGIES_LATER)
     eval_steps: int | None = option(None, "Evaluate every so many steps; logging_steps when not set.", at_least=1)
     metric_for_best_model: str | None = option(

@@ -57,7 +57,7 @@ def megatron_parameters(config: dict[str, Any], topology: Topology) -> dict[str,
     from rlmca.parallel import groups
 
     world = topology.tp * topology.pp
-    groups.start(topology, rank=int(os.environ.get("RANK", 0)), world_size=world)
+    groups.start(tp=topology.tp, pp=topology.pp, rank=int(os.environ.get("RANK", 0)), world_size=world)
     layout = ModelLayout(config)
     kwargs = dict(layout.megatron.config)
     kwargs["activation_func"] = getattr(torch.nn.functional, kwargs["activation_func"])

@@ -1,0 +1,61 @@
+"""The CPU platform changes nothing for Transformers, which lives in the same process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmca.parallel import groups, platform
+from tests.helpers.models import FAMILIES, save_model
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import sys, json, torch
+if sys.argv[2] == "platform":
+    import rlmca.parallel
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(json.dumps(model(torch.arange(3, 15)[None]).logits.double().sum((0, 1)).tolist()))
+"""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_transformers_loads_the_same_model_with_and_without_it(family: str, tmp_path: Path) -> None:
+    """A wrapped constructor that misses a meta-device context leaves rotary buffers uninitialised, silently."""
+    folder = save_model(family, tmp_path / "model")
+    found = [
+        json.loads(
+            subprocess.run([sys.executable, "-c", CODE, str(folder), kind], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        )
+        for kind in ("platform", "nothing")
+    ]
+    assert found[0] == found[1] and any(found[0])
+
+
+def test_installing_twice_wraps_once() -> None:
+    before = torch.empty, torch.Tensor.type
+    assert platform.install_platform() is not torch.cuda.is_available()
+    assert (torch.empty, torch.Tensor.type) == before
+
+
+def test_constructors_named_cuda_land_on_the_device_of_the_platform() -> None:
+    assert torch.zeros(2, device="cuda").device.type == platform.device().type
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+
+
+def test_share_deals_every_row_once_and_refuses_too_few() -> None:
+    parts = [groups.share(range(7), rank, 3) for rank in range(3)]
+    assert sorted(sum(parts, [])) == list(range(7)) and [len(p) for p in parts] == [3, 2, 2]
+    with pytest.raises(ValueError, match="2 rows cannot be shared by 3"):
+        groups.share(range(2), 0, 3)
+
+
+def test_a_world_that_does_not_fit_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="world size 12 is not a multiple of tensor 4 x pipeline 2 = 8"):
+        groups.start(tp=4, pp=2, world_size=12)
