@@ -76,6 +76,7 @@ def test_what_stands_in_the_way(source: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
+@pytest.mark.serial
 def test_one_rank_failing_ends_the_export_on_all(source: Path, tmp_path: Path) -> None:
     pool, topology = rank_pool(2), Topology(tp=2)
     (tmp_path / "full").mkdir()

@@ -83,6 +83,7 @@ def megatron_parameters(config: dict[str, Any], topology: Topology) -> dict[str,
 @pytest.mark.parametrize(
     ("family", "extra"), [("qwen3", {}), ("qwen2", {}), ("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True})]
 )
+@pytest.mark.serial
 def test_names_and_shapes_are_those_of_megatrons_modules(family: str, extra: dict[str, Any], topology: Topology, tied: bool) -> None:
     config = {**base_config(family), **extra, "tie_word_embeddings": tied}
     results = rank_pool(topology.tp * topology.pp).run(megatron_parameters, config, topology)

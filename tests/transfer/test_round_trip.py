@@ -50,6 +50,7 @@ def test_loaded_shards_equal_plain_slicing(family: str, topology: Topology, hf_f
     ],
     ids=str,
 )
+@pytest.mark.serial
 def test_ranks_give_back_what_they_loaded(topology: Topology, options: dict, hf_folders: dict[str, Path], tmp_path: Path) -> None:
     pool = rank_pool(topology.tp * topology.pp * options.get("dp", 1))
     for family in FAMILIES:
