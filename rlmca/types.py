@@ -12,14 +12,17 @@ a target.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
 Finish = Literal["stop", "length", "abort"]
+_NUMPY: dict[torch.dtype, type] = {torch.int64: numpy.int64, torch.float32: numpy.float32, torch.bool: numpy.bool_}
 
 
 @dataclass
@@ -130,11 +133,22 @@ class Batch:
 
 
 def pad_rows(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, width: int, offset: Sequence[int] | None = None) -> Tensor:
-    """[B, width] with row b's values written from position `offset[b]` (0 without offsets), zero elsewhere."""
+    """[B, width] with row b's values written from position `offset[b]` (0 without offsets), zero elsewhere.
+
+    Raises ValueError for a row that does not fit. All rows are written at once: a tensor for each would cost more than
+    its values.
+    """
+    length_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    start_B = torch.zeros_like(length_B) if offset is None else torch.tensor(offset, dtype=torch.int64)
+    if len(rows) and int((start_B + length_B).max()) > width:
+        raise ValueError(f"a row ends at {int((start_B + length_B).max())}, beyond the width {width}")
     out = torch.zeros(len(rows), width, dtype=dtype)
-    for b, row in enumerate(rows):
-        at = offset[b] if offset is not None else 0
-        out[b, at : at + len(row)] = torch.as_tensor(row, dtype=dtype)
+    end_B = length_B.cumsum(0)
+    total = int(end_B[-1]) if len(rows) else 0
+    shift_B = torch.arange(len(rows)) * width + start_B - (end_B - length_B)
+    place_N = torch.arange(total) + shift_B.repeat_interleave(length_B)
+    values: numpy.ndarray[Any, Any] = numpy.fromiter(itertools.chain.from_iterable(rows), dtype=_NUMPY[dtype], count=total)
+    out.view(-1)[place_N] = torch.from_numpy(values)
     return out
 
 
@@ -154,10 +168,14 @@ def batch_of_samples(samples: Sequence[Sample]) -> Batch:
     """A `Batch` of prompt + reply rows; reply tokens are the targets, the sequence advantage is spread over them."""
     width = max(s.length for s in samples)
     start = [len(s.prompt_ids) for s in samples]
+    start_B, length_B = torch.tensor(start), torch.tensor([s.length for s in samples])
+    place_T = torch.arange(width)
+    mask_BT = (place_T >= start_B[:, None]) & (place_T < length_B[:, None])
+    advantage_B = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
     return Batch(
         ids_BT=pad_rows([s.prompt_ids + s.reply_ids for s in samples], dtype=torch.int64, width=width),
-        length_B=torch.tensor([s.length for s in samples]),
-        mask_BT=pad_rows([[True] * len(s.reply_ids) for s in samples], dtype=torch.bool, width=width, offset=start),
+        length_B=length_B,
+        mask_BT=mask_BT,
         rollout_logp_BT=pad_rows([s.reply_logp for s in samples], dtype=torch.float32, width=width, offset=start),
-        advantage_BT=pad_rows([[s.advantage] * len(s.reply_ids) for s in samples], dtype=torch.float32, width=width, offset=start),
+        advantage_BT=torch.where(mask_BT, advantage_B[:, None], 0.0),
     )

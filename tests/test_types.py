@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlmca.types import Sample, batch_of_examples, batch_of_samples
+from rlmca.types import Sample, batch_of_examples, batch_of_samples, pad_rows
 
 
 def sample(prompt: list[int], reply: list[int], **kwargs: object) -> Sample:
@@ -40,3 +40,21 @@ def test_shapes_and_types_are_checked_where_a_batch_is_made() -> None:
         batch.replace(old_logp_BT=torch.zeros(1, 4))
     with pytest.raises(TypeError, match="must be bool"):
         batch.replace(mask_BT=torch.ones(1, 3))
+
+
+def test_rows_are_written_where_they_belong() -> None:
+    """Against a plain loop: empty rows, rows that fill the width, offsets."""
+    rows, offset = [[1.5, 2.5], [], [3.5, 4.5, 5.5, 6.5], [7.5]], [2, 4, 0, 1]
+    expected = torch.zeros(4, 4)
+    for b, row in enumerate(rows):
+        for t, value in enumerate(row):
+            expected[b, offset[b] + t] = value
+    assert torch.equal(pad_rows(rows, dtype=torch.float32, width=4, offset=offset), expected)
+    assert pad_rows([[], []], dtype=torch.bool, width=2).tolist() == [[False] * 2] * 2
+    assert pad_rows([], dtype=torch.int64, width=3).shape == (0, 3)
+
+
+def test_a_row_that_does_not_fit_is_an_error() -> None:
+    """It must not run on into the next row."""
+    with pytest.raises(ValueError, match="ends at 5, beyond the width 4"):
+        pad_rows([[1, 2, 3], [4]], dtype=torch.int64, width=4, offset=[2, 0])

@@ -59,8 +59,9 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from rlmca.data import DataError
     from rlmca.layouts import LayoutError, UnsupportedField
     from rlmca.run.checkpoint import CheckpointError
+    from rlmca.run.commands import CommandError
     from rlmca.run.output import OutputDirError
     from rlmca.transfer.hf_folder import HFFolderError
     from rlmca.transfer.source import ModelNotFound
 
-    return (DataError, LayoutError, UnsupportedField, OutputDirError, CheckpointError, HFFolderError, ModelNotFound)
+    return (DataError, LayoutError, UnsupportedField, OutputDirError, CheckpointError, CommandError, HFFolderError, ModelNotFound)

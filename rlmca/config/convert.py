@@ -93,6 +93,8 @@ def _to_int(value: Any) -> int:
 
 def _to_str(value: Any) -> str:
     if isinstance(value, str):
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise Unfit(f"{value!a} is not valid Unicode")
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)

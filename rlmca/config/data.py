@@ -23,4 +23,4 @@ class DataConfig:
     default_system: str | None = option(None, "System message for rows that have none.")
     enable_thinking: bool = option(True, "Render replies of thinking models with their thought.")
     disable_shuffling: bool = option(False, "Keep rows in the order of the files.")
-    data_seed: int | None = option(None, "Seed of the data order; seed when not set.", at_least=0)
+    data_seed: int | None = option(None, "Seed of the data order; seed when not set.", at_least=0, at_most=2**32 - 1)

@@ -45,7 +45,7 @@ def make_config(values: Mapping[str, Any], errors: Sequence[str] = (), *, env: E
             try:
                 fitted[name] = convert(keys()[name], _share(name, value, fitted))
             except Unfit as error:
-                text = str(error)
+                text = "does not fit: write text" if keys()[name].rule.secret else str(error)
                 problems.append(text if text.startswith(f"{written} {value}:") else f"{written}: {text}")
                 broken.add(name)
         elif written in FOREIGN:
@@ -96,7 +96,7 @@ def _build(fitted: Mapping[str, Any], env: Environment, command: str) -> RunConf
 
 def _resolve(cfg: RunConfig) -> RunConfig:
     """Defaults that follow from other keys."""
-    rl, train, data = cfg.rl, cfg.train, cfg.data
+    rl, train, data, megatron = cfg.rl, cfg.train, cfg.data, cfg.megatron
     if "loss_agg" not in cfg.given and rl.policy_loss == "ppo":
         rl = dataclasses.replace(rl, loss_agg="token_mean")
     if rl.mini_batch_size is None:
@@ -109,4 +109,6 @@ def _resolve(cfg: RunConfig) -> RunConfig:
         train = dataclasses.replace(train, stop_metric="eval_loss" if cfg.stage == "sft" else "eval_accuracy")
     if data.data_seed is None:
         data = dataclasses.replace(data, data_seed=train.seed)
-    return dataclasses.replace(cfg, rl=rl, train=train, data=data)
+    if megatron.recompute_granularity == "full" and megatron.recompute_method is None and megatron.recompute_num_layers is None:
+        megatron = dataclasses.replace(megatron, recompute_method="uniform", recompute_num_layers=1)  # as in mcore_adapter: every layer
+    return dataclasses.replace(cfg, rl=rl, train=train, data=data, megatron=megatron)

@@ -20,7 +20,9 @@ class MegatronConfig:
     overlap_param_gather: bool = option(False, "Gather parameters while the forward pass runs; needs overlap_grad_reduce.")
     accumulate_allreduce_grads_in_fp32: bool = option(True, "Accumulate and reduce gradients in float32.")
     recompute_granularity: str | None = option(None, "Recompute activations in the backward pass.", choices=("full", "selective"))
-    recompute_method: str | None = option(None, "How full recompute picks layers.", choices=("uniform", "block"))
+    recompute_method: str | None = option(
+        None, "How full recompute picks layers; uniform, layer by layer, when only the granularity is set.", choices=("uniform", "block")
+    )
     recompute_num_layers: int | None = option(None, "Layers of one recompute unit (uniform) or recomputed per stage (block).", at_least=1)
     recompute_modules: list[str] | None = option(
         None,

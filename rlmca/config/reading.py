@@ -5,6 +5,7 @@ Scalars follow YAML 1.2's core schema: `1e-5` is a float, `no` is text, `010` is
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self.problems: list[str] = []
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here, not where values are made: merging writes the keys of one mapping into another that has its own.
+        node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -37,6 +40,9 @@ class _Loader(yaml.SafeLoader):
                 self.problems.append(f"{key_node.value} is written twice, in line {seen[key_node.value]} and in line {line}: keep one")
             else:
                 seen[key_node.value] = line
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if any(not isinstance(k, yaml.ScalarNode) for k, _ in node.value):
             return {}
         return super().construct_mapping(node, deep)
@@ -74,17 +80,30 @@ def scalar_resolvers(others: dict[str, Any]) -> dict[str, Any]:
 
 def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
     """(value, problems) of YAML text; `where` starts each problem."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        return None, [f"{where}: line {line}: not valid YAML: the character U+{ord(text[error.position]):04X} may not stand in it"]
     try:
         value = loader.get_single_data()
+        if _contains_itself(value):
+            return None, [f"{where}: not valid YAML: an anchor that contains itself"]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}:" if mark is not None else ""
+        line_text = f" line {mark.line + 1}:" if mark is not None else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        return None, [f"{where}:{line} not valid YAML: {what}"]
+        return None, [f"{where}:{line_text} not valid YAML: {what}"]
     finally:
         loader.dispose()
     return value, [f"{where}: {problem}" for problem in loader.problems]
+
+
+def _contains_itself(value: Any, above: tuple[int, ...] = ()) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    inside = (*above, id(value))
+    return id(value) in above or any(_contains_itself(item, inside) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def parse_json(text: str, where: str) -> tuple[Any, list[str]]:
@@ -128,6 +147,8 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], list[str]]:
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Set `key=value` and nested `a.b=c` in place (later ones win); the problems found.
 
+    What a nested override goes through is copied first: YAML's anchors put one object under several keys.
+
     A value is read as YAML, so `stop=[a,b]` is a list and `learning_rate=1e-5` a float. `rewards.0.weight=2` reaches into a list.
     """
     problems: list[str] = []
@@ -152,8 +173,7 @@ def _set(values: dict[str, Any], path: list[str], value: Any, text: str) -> list
             if last:
                 here[part] = value
             else:
-                if here.get(part) is None:
-                    here[part] = {}
+                here[part] = {} if here.get(part) is None else copy.copy(here[part])
                 here = here[part]
         elif isinstance(here, list):
             if not part.isdecimal() or int(part) >= len(here):
@@ -161,6 +181,7 @@ def _set(values: dict[str, Any], path: list[str], value: Any, text: str) -> list
             if last:
                 here[int(part)] = value
             else:
+                here[int(part)] = copy.copy(here[int(part)])
                 here = here[int(part)]
         else:
             return [f"override {text!r}: {'.'.join(path[:depth])} holds {here!r}, which has no parts"]

@@ -54,7 +54,7 @@ class TrainConfig:
     bf16: bool = option(False, "Compute in bfloat16 with float32 master weights; otherwise float32.")
     fp16: bool = option(False, "Refused: float16 is not in this version.")
     use_cpu: bool = option(False, "Hide CUDA devices and train on the CPU.")
-    seed: int = option(42, "Seed of weights, dropout, data order and sampling.", at_least=0)
+    seed: int = option(42, "Seed of weights, dropout, data order and sampling.", at_least=0, at_most=2**32 - 1)
     logging_steps: int = option(1, "Log every so many steps.", at_least=1)
     save_strategy: str = option("steps", "When checkpoints are written.", choices=_STRATEGIES, refused=_STRATEGIES_LATER)
     save_steps: int = option(500, "Write a checkpoint every so many steps.", at_least=1)

@@ -11,7 +11,7 @@ from rlmca.data.options import Hub
 from rlmca.data.order import ShuffledOrder
 from rlmca.data.prompts import Prompt, Prompts, load_prompts
 from rlmca.data.supervised import Dataset, load_supervised, load_train_eval
-from rlmca.data.template import ChatTemplate, Encoded
+from rlmca.data.template import ChatTemplate, Encoded, template_errors
 from rlmca.data.tokenizer import load_tokenizer, stop_ids
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "load_tokenizer",
     "load_train_eval",
     "stop_ids",
+    "template_errors",
 ]

@@ -210,7 +210,8 @@ def _function_calls(content: str) -> list[Any]:
 def _openai_calls(calls: Any) -> list[Any]:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow("'tool_calls' is not a list of objects")
-    return [_call(call.get("function", call)) for call in calls]
+    # Some templates write a call's id, and refuse calls without one.
+    return [{**_call(call.get("function", call)), **({"id": call["id"]} if is_text(call.get("id")) else {})} for call in calls]
 
 
 def _call(call: Any) -> Any:

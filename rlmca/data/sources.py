@@ -141,6 +141,9 @@ def _read_arrow(path: Path, kind: str) -> Iterator[Raw]:
             opened = pyarrow.ipc.open_file(str(path)) if is_file_format else pyarrow.ipc.open_stream(path.read_bytes())
             batches = iter(opened.read_all().to_batches())
         for batch in batches:
+            names = batch.schema.names
+            if len(set(names)) != len(names):
+                raise DataError(f"{path}: a column is named twice: {', '.join(names)}")
             yield from _arrow_rows(batch)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as {kind}: {error}") from None
@@ -150,13 +153,15 @@ def _arrow_rows(batch: Any) -> Iterator[Raw]:
     try:
         yield from batch.to_pylist()
         return
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         pass
     for i in range(batch.num_rows):
         try:
             yield batch.slice(i, 1).to_pylist()[0]
         except UnicodeDecodeError:
             yield BadRow("not UTF-8")
+        except (ValueError, OverflowError) as error:
+            yield BadRow(f"a value out of range ({error})")
 
 
 def _read_hub(entry: DatasetEntry, hub: Hub) -> list[Raw]:

@@ -10,6 +10,7 @@ the reply begins where its first character stands, found with a mark again.
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,20 +27,22 @@ THINK_END = re.compile(r"^.*</think>\s*", re.DOTALL)
 
 
 def reply_bounds(
-    render: Render, whole: str, messages: Sequence[Message], wanted: Sequence[int], *, has_prompt: bool
+    render: Render, whole: str, messages: Sequence[Message], wanted: Sequence[int], *, has_prompt: bool, header: str = ""
 ) -> list[tuple[int, int]]:
     """(start, end) in characters of each wanted reply, given by its place in `messages`; BadRow when not exact.
 
-    `has_prompt`: the template knows a generation prompt. `end` excludes the end-of-turn marker, save for replies that
-    call tools: their end is the mark behind the last call's name, and the caller looks for the marker from there on.
+    `has_prompt`: the template knows a generation prompt. Without one a reply that calls tools begins behind the turns before
+    it and as much of `header`, which stands in front of an ordinary reply, as the template writes there too. `end` excludes
+    the end-of-turn marker, save for replies that call tools: their end is the mark behind the last call's name, and the
+    caller looks for the marker from there on.
     """
-    mark = next((mark for mark in MARKS if mark not in whole), None)
-    if mark is None:
-        raise BadRow("the text holds every noncharacter")
+    mark = _free_mark(whole)
     ends = _marked(render, whole, messages, wanted, mark, (_mark_end, _mark_end_inside))
     bounds, before = [], 0
     for place, end in zip(wanted, ends, strict=True):
-        start = _prompt_end(render, whole, messages, place) if has_prompt else None
+        start = _prompt_end(render, whole, messages, place) if has_prompt or messages[place].get("tool_calls") else None
+        if start is not None and not has_prompt:
+            start += len(os.path.commonprefix([header, whole[start:end]]))
         if start is None or not before <= start <= end:
             start = _marked(render, whole, messages, [place], mark, (_mark_start, _mark_start_inside, _mark_answer))[0]
         if not before <= start <= end:
@@ -47,6 +50,18 @@ def reply_bounds(
         bounds.append((start, end))
         before = end
     return bounds
+
+
+def content_start(render: Render, whole: str, messages: Sequence[Message], place: int) -> int:
+    """Where the content of the message at `place` begins in `whole`; BadRow when it cannot be located."""
+    return _marked(render, whole, messages, [place], _free_mark(whole), (_mark_start, _mark_start_inside))[0]
+
+
+def _free_mark(whole: str) -> str:
+    mark = next((mark for mark in MARKS if mark not in whole), None)
+    if mark is None:
+        raise BadRow("the text holds every noncharacter")
+    return mark
 
 
 def _prompt_end(render: Render, whole: str, messages: Sequence[Message], place: int) -> int | None:
@@ -105,18 +120,18 @@ def _mark_end_inside(message: Message, mark: str) -> Message:
 
 
 def _mark_start(message: Message, mark: str) -> Message:
-    return {**message, "content": mark + message["content"]}
+    return {**message, "content": mark + (message["content"] or "")}
 
 
 def _mark_start_inside(message: Message, mark: str) -> Message:
-    text = message["content"]
+    text = message["content"] or ""
     at = len(text) - len(text.lstrip())
     return {**message, "content": text[:at] + mark + text[at:]}
 
 
 def _mark_answer(message: Message, mark: str) -> Message:
     """For templates that drop the thinking of old turns: the mark goes behind it."""
-    text = message["content"]
+    text = message["content"] or ""
     match = THINK_END.match(text)
     at = match.end() if match else 0
     return {**message, "content": text[:at] + mark + text[at:]}

@@ -7,9 +7,11 @@ reply is trained: the model has to write it to write the reply).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from rlmca.data.errors import BadRow, DataError
 from rlmca.data.formats import Conversation, Message
 from rlmca.data.info import nearest
-from rlmca.data.spans import reply_bounds
-from rlmca.data.template_names import LATER_TEMPLATES, TEMPLATE_NAMES
+from rlmca.data.spans import content_start, reply_bounds
+from rlmca.data.template_names import LATER_TEMPLATES, TEMPLATE_NAMES, TemplateName
 
 THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 PROBE = "zqx"
@@ -31,6 +33,27 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     mask: list[bool]
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How templates want a message that calls tools: `null_content` None as its empty content, `text_arguments` JSON text."""
+
+    null_content: bool = False
+    text_arguments: bool = False
+
+    def apply(self, message: Message) -> Message:
+        """The message in this form; it comes with text as content and mappings as arguments."""
+        out = dict(message)
+        if self.null_content and not out["content"]:
+            out["content"] = None
+        if self.text_arguments:
+            out["tool_calls"] = [{**call, "function": _text_arguments(call["function"])} for call in out["tool_calls"]]
+        return out
+
+
+CALL_FORMS = (CallForm(), CallForm(null_content=True), CallForm(text_arguments=True), CallForm(True, True))
+"""In the order in which they are tried."""
 
 
 class ChatTemplate:
@@ -60,6 +83,7 @@ class ChatTemplate:
         special = {token for token in map(str, tokenizer.all_special_tokens) if token}
         special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
         self._special = sorted(special, key=len, reverse=True)
+        self._header = ""
         self.end_marker, self._lead, self._tail = self._probe()
         ends = [token for token in (self.end_marker, tokenizer.eos_token) if token]
         self._end = re.compile(r"\s*(?:" + "|".join(map(re.escape, ends)) + ")") if ends else None
@@ -162,12 +186,15 @@ class ChatTemplate:
 
         bounds = self._plain_bounds(render, whole, messages) if len(wanted) == 1 else None
         if bounds is None:
-            bounds = reply_bounds(render, whole, messages, wanted, has_prompt=self._has_prompt)
+            bounds = reply_bounds(render, whole, messages, wanted, has_prompt=self._has_prompt, header=self._header)
         spans = []
         for place, (start, end) in zip(wanted, bounds, strict=True):
             if not whole[start:end].strip():
                 raise BadRow("the template leaves nothing of a reply")
-            spans.append((start, self._end_of_turn(whole, end, messages[place].get("tool_calls"), place == places[-1])))
+            calls = messages[place].get("tool_calls")
+            # The marker behind a call must not be that of a later turn, which is no target.
+            limit = content_start(render, whole, messages, place + 1) if calls and place + 1 < len(messages) else len(whole)
+            spans.append((start, self._end_of_turn(whole, end, limit, calls, place == places[-1])))
         if self.end_marker is None and places[-1] == len(messages) - 1 and spans[-1][1] >= len(whole.rstrip()):
             # The template ends its last reply with nothing, so a model trained on it would never stop.
             eos = self.tokenizer.eos_token or ""
@@ -192,13 +219,13 @@ class ChatTemplate:
             return None
         return [(len(prompt), len(prompt) + len(self._lead) + len(last["content"]))]
 
-    def _end_of_turn(self, whole: str, end: int, calls: Any, last: bool) -> int:
+    def _end_of_turn(self, whole: str, end: int, limit: int, calls: Any, last: bool) -> int:
         """End of the trained stretch: behind the end-of-turn marker that follows the reply."""
         if self._end is None:
             return end
         if calls and self._end.search(json.dumps(calls, ensure_ascii=False, default=str)):
             raise BadRow("a function call that holds the end-of-turn marker")
-        match = self._end.search(whole, end) if calls else self._end.match(whole, end)
+        match = self._end.search(whole, end, limit) if calls else self._end.match(whole, end)
         if match is not None:
             return match.end()
         if self.end_marker is not None or calls:
@@ -217,7 +244,37 @@ class ChatTemplate:
         out = self.with_system(messages)
         if self._drops_thought:
             out = [_without_thought(message) if message["role"] == "assistant" else message for message in out]
+        if any(message.get("tool_calls") for message in out):
+            form = self._call_form
+            if form is None:
+                raise BadRow("the chat template writes no tool calls")
+            out = [form.apply(message) if message.get("tool_calls") else message for message in out]
         return out
+
+    @functools.cached_property
+    def _call_form(self) -> CallForm | None:
+        """The form of a tool call that the template writes out; None when it leaves every form out without an error."""
+        question: Message = {"role": "user", "content": "a"}
+        name, argument, value = f"{PROBE}_name", f"{PROBE}_argument", f"{PROBE}_value"
+        function = {"name": name, "arguments": {argument: value}}
+        call: Message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "a1b2c3d4e", "function": function}]}
+        refused = False
+        for form in CALL_FORMS:
+            try:
+                text = self.render([question, form.apply(call)])
+            except BadRow:
+                refused = True
+                continue
+            if name in text and argument in text and value in text:
+                return form
+        return CALL_FORMS[0] if refused and not self._call_is_lost([question, call]) else None
+
+    def _call_is_lost(self, messages: Sequence[Message]) -> bool:
+        try:
+            self.render(messages)
+        except BadRow:  # it says so itself, row by row
+            return False
+        return True
 
     def _probe(self) -> tuple[str | None, str | None, str]:
         """What the template writes around a reply: (the special token that ends it, what stands between the prompt and
@@ -231,7 +288,9 @@ class ChatTemplate:
         if text.count(PROBE) != 1:
             raise DataError("the tokenizer's chat template does not write the assistant's reply; set `template` to another name")
         tail = text[text.index(PROBE) + len(PROBE) :]
-        lead = text[len(prompt) : text.index(PROBE)] if text.startswith(prompt) and self._has_prompt else None
+        between = text[len(prompt) : text.index(PROBE)] if text.startswith(prompt) else None
+        lead = between if self._has_prompt else None
+        self._header = "" if self._has_prompt else between or ""
         start = tail.lstrip()
         return next((token for token in self._special if start.startswith(token)), None), lead, tail
 
@@ -239,6 +298,10 @@ class ChatTemplate:
 def _without_thought(message: Message) -> Message:
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
     return {**kept, "content": THOUGHT.sub("", message["content"])}
+
+
+def _text_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 def token_mask(length: int, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
@@ -259,6 +322,24 @@ def token_mask(length: int, spans: Sequence[tuple[int, int]], offsets: Sequence[
     return (before[ends] > before[starts]).tolist()
 
 
+def template_errors(name: str | None) -> list[str]:
+    """What is wrong with a `template:` name whatever the tokenizer; [] when nothing is."""
+    try:
+        if name is not None:
+            _known(name)
+    except DataError as error:
+        return [str(error)]
+    return []
+
+
+def _known(name: str) -> TemplateName:
+    if name in LATER_TEMPLATES:
+        raise DataError(f"template {name!r} (images and other media) is not in this version")
+    if name not in TEMPLATE_NAMES:
+        raise DataError(f"template {name!r} is unknown{nearest(name, list(TEMPLATE_NAMES))}")
+    return TEMPLATE_NAMES[name]
+
+
 def _choose(tokenizer: PreTrainedTokenizerBase, name: str | None) -> tuple[str, bool | None]:
     """(jinja source, thinking override) for a name on a tokenizer."""
     own = _tokenizer_template(tokenizer)
@@ -266,11 +347,7 @@ def _choose(tokenizer: PreTrainedTokenizerBase, name: str | None) -> tuple[str, 
         if own is None:
             raise DataError(f"the tokenizer has no chat template: set `template` (one of {', '.join(_names_with_source())})")
         return own, None
-    if name in LATER_TEMPLATES:
-        raise DataError(f"template {name!r} (images and other media) is not in this version")
-    if name not in TEMPLATE_NAMES:
-        raise DataError(f"template {name!r} is unknown{nearest(name, list(TEMPLATE_NAMES))}")
-    known = TEMPLATE_NAMES[name]
+    known = _known(name)
     if own is not None:
         missing = [marker for marker in known.markers if marker not in own]
         if missing:

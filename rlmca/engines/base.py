@@ -34,7 +34,7 @@ class Engine(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write weights and optimizer state into the folder `path`."""
+        """Write weights and, unless the engine was told to leave it out, optimizer state into the folder `path`."""
         ...
 
     def load(self, path: Path) -> None:

@@ -29,7 +29,11 @@ def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: 
         # and reports inside this process; a manager would outlive a killed run and need a guarded __main__.
         filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_sharded(model, optimizer, is_loading=False), str(weights))
-    rng = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    rng = {
+        "layout": _layout(parallel),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
     torch.save(rng, path / f"rng-{parallel.rank}.pt")
     parallel.barrier()
 
@@ -37,18 +41,46 @@ def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: 
 def load_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: Parallel) -> None:
     """Fill model and optimizer from a folder that `save_state` wrote; collective.
 
-    Random states are restored when the checkpoint was written by as many ranks; another number of ranks draws anew
-    from the run's seed.
+    A folder of weights alone makes the optimizer begin anew from them: no moments, fp32 masters equal to the weights. Random
+    states are restored when ranks in the same layout wrote them; in another layout ranks that must draw differently might
+    get equal states, so they go on from the run's seed.
     """
-    own = path / f"rng-{parallel.rank}.pt"
-    state = dist_checkpointing.load(_sharded(model, optimizer, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
+    stored = optimizer if "optimizer" in dist_checkpointing.load_common_state_dict(str(path / "weights")) else None
+    state = dist_checkpointing.load(_sharded(model, stored, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(state["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-    if own.exists() and len(list(path.glob("rng-*.pt"))) == parallel.world_size:
-        rng = torch.load(own, weights_only=True)
+    if stored is not None:
+        stored.load_state_dict(state["optimizer"])
+    elif optimizer is not None:
+        _begin_anew(optimizer)
+    own = path / f"rng-{parallel.rank}.pt"
+    rng = torch.load(own, weights_only=True) if own.exists() else {}
+    if rng.get("layout") == _layout(parallel):
         torch.set_rng_state(rng["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Before its first step an optimizer has no moments and no count, and Megatron cannot save what is not there."""
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return  # this rank holds no parameter of it
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    for group in optimizer.optimizer.param_groups:
+        group.setdefault("step", 0)
+
+
+def _begin_anew(optimizer: Any) -> None:
+    optimizer.reload_model_params()
+    for group in optimizer.param_groups:
+        if "step" in group:
+            group["step"] = 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for moments in part.optimizer.state.values() if part.optimizer is not None else ():
+            for moment in moments.values():
+                moment.zero_()
+
+
+def _layout(parallel: Parallel) -> list[int]:
+    return [parallel.tp_size, parallel.pp_size, parallel.dp_size]
 
 
 def _sharded(model: PolicyModel, optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:
@@ -58,6 +90,8 @@ def _sharded(model: PolicyModel, optimizer: Any | None, *, is_loading: bool) -> 
     if optimizer is not None:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _index_by_buffer(part)
+            if not is_loading:
+                _make_moments(part)
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
 

@@ -5,6 +5,7 @@ Shape legend: B rows, T tokens of the padded row, N targets of a micro-batch in 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,11 +39,11 @@ class MegatronEngine:
     def __init__(
         self, layout: ModelLayout, parallel: Parallel, options: EngineOptions, *, folder: Path | None, trainable: bool = True
     ) -> None:
-        """Build this rank's part of the model and fill it from the HF folder `folder` (None: initial weights as built)."""
+        """Build this rank's part of the model and fill it from the HF folder `folder` (None: draw initial weights as Megatron does)."""
         self.layout, self.parallel, self.options = layout, parallel, options
         self.topology = Topology(tp=parallel.tp_size, pp=parallel.pp_size)
         self.coord = Coord(tp=parallel.tp_rank, pp=parallel.pp_rank)
-        self.policy = build_policy(layout, options.build, self.topology, self.coord)
+        self.policy = build_policy(layout, dataclasses.replace(options.build, init_weights=folder is None), self.topology, self.coord)
         if folder is not None:
             load_ranks(folder, layout, self.topology, self.coord, self._parameters())
         self.model: Any = self.policy
@@ -202,11 +203,12 @@ class MegatronEngine:
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
         self._gather_weights()
-        save_state(path, self.policy, self.optimizer, self.parallel)
+        save_state(path, self.policy, self.optimizer if self.options.save_optimizer else None, self.parallel)
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
         load_state(path, self.policy, self.optimizer, self.parallel)
+        self._gather_pending = False  # what the last step left to be gathered is overwritten
 
 
 def _token_outputs(raw_2N: Tensor, batch: Batch, entropy: bool) -> TokenOutputs:

@@ -54,6 +54,7 @@ def guarded_step(optimizer: Any, options: OptimizerOptions, learning_rate: float
         # with the values of a constructor or of an old checkpoint
         group["lr"] = learning_rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = options.weight_decay * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = (options.adam_beta1, options.adam_beta2), options.adam_epsilon
     if options.max_grad_norm > 0:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()

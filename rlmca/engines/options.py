@@ -30,3 +30,5 @@ class EngineOptions:
     """Rows of one forward and backward."""
     eval_batch_size: int = 8
     """Rows of one forward without gradient."""
+    save_optimizer: bool = True
+    """False: checkpoints hold the weights alone."""

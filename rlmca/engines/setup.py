@@ -43,4 +43,5 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
         ),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if on_policy else train.per_device_eval_batch_size,
+        save_optimizer=not train.save_only_model,
     )

@@ -5,11 +5,13 @@ Shape legend: S tokens, B rows, H heads (query: H, key/value: G groups), D head 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -69,14 +71,19 @@ class TorchCoreAttention(MegatronModule):
         if attn_mask_type not in (AttnMaskType.causal, None) or key.shape[0] != query.shape[0]:
             raise ValueError(f"the torch core attention is causal over equal lengths, not {attn_mask_type}")
         q_BHSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out_BHSD = F.scaled_dot_product_attention(
-            q_BHSD,
-            k_BGSD,
-            v_BGSD,
-            is_causal=True,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+        dropout = self.dropout if self.training else 0.0
+        # Tensor ranks hold different heads, so they must drop differently; the default generator draws alike on all of
+        # them. Under sequence parallelism Megatron runs the whole block on the model-parallel generator.
+        own_draw = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else contextlib.nullcontext()
+        with own_draw:
+            out_BHSD = F.scaled_dot_product_attention(
+                q_BHSD,
+                k_BGSD,
+                v_BGSD,
+                is_causal=True,
+                scale=self.scale,
+                dropout_p=dropout,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
         S, B = query.shape[:2]
         return out_BHSD.permute(2, 0, 1, 3).reshape(S, B, -1)

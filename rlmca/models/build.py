@@ -17,6 +17,10 @@ from rlmca.models.policy import PolicyModel
 from rlmca.models.spec import block_spec, choose_spec
 from rlmca.parallel import platform
 
+HONOURED = ("attention_dropout", "hidden_dropout", "bias_dropout_fusion", "masked_softmax_fusion", "embedding_init_method_std")
+"""Fields of `additional_configs` that may change. Megatron itself or the parts in this package follow them (attention never
+holds a whole matrix of scores, so `masked_softmax_fusion` asks for what is done anyway)."""
+
 
 @dataclass(frozen=True)
 class BuildOptions:
@@ -31,9 +35,9 @@ class BuildOptions:
     recompute_modules: list[str] | None = None
     bias_activation_fusion: bool = False
     init_weights: bool = False
-    """Draw initial weights instead of leaving them for a checkpoint to fill."""
+    """Draw initial weights instead of leaving them for a checkpoint to fill. An engine without a folder sets it."""
     additional_configs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of TransformerConfig, by Megatron's names."""
+    """Further fields of TransformerConfig, by Megatron's names: those in `HONOURED`, others only at the value they have."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,14 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         "batch_p2p_comm": False,
         "deallocate_pipeline_outputs": True,
     }
-    return TransformerConfig(**{**own, **run, **options.additional_configs})
+    plain = TransformerConfig(**{**own, **run})
+    ignored = [name for name, value in options.additional_configs.items() if name not in HONOURED and value != getattr(plain, name)]
+    if ignored:
+        raise ValueError(
+            f"additional_configs: {', '.join(sorted(ignored))}: not in this version, the layers would not follow it; "
+            f"the fields that work are {', '.join(HONOURED)}"
+        )
+    return TransformerConfig(**{**own, **run, **{name: value for name, value in options.additional_configs.items() if name in HONOURED}})
 
 
 def build_policy(layout: ModelLayout, options: BuildOptions, topology: Topology, coord: Coord) -> PolicyModel:

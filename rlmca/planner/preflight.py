@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlmca.config import ConfigError, RunConfig, batch_plan, layout_errors
-from rlmca.data import DataError, check_sources
+from rlmca.data import DataError, check_sources, template_errors
 from rlmca.layouts import ModelLayout, Topology
 from rlmca.observe.trackers import check_report_to
 from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
 from rlmca.rewards import build_rewards
+from rlmca.run.lr import LearningRate
+from rlmca.transfer.source import resolve_model
 
 
 def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
@@ -18,11 +22,17 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
     try:
         hf_config = read_hf_config(cfg.model)
         if hf_config is not None:
-            ModelLayout(hf_config).check(Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size))
+            layout = ModelLayout(hf_config)
+            topology = Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size)
+            layout.check(topology)
+            errors += _additional_errors(cfg, layout, topology)
+            errors += _export_errors(cfg)
     except ConfigError as error:
         errors += error.errors
     except ValueError as error:
         errors.append(f"model_name_or_path: {error}")
+    errors += template_errors(cfg.model.template)
+    errors += _schedule_errors(cfg)
     errors += check_report_to(cfg.train.report_to)
     if cfg.stage == "grpo":
         errors += _reward_errors(cfg)
@@ -31,6 +41,40 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
     if not sources and fits:
         errors += _row_errors(cfg, world_size)
     return errors
+
+
+def _additional_errors(cfg: RunConfig, layout: ModelLayout, topology: Topology) -> list[str]:
+    if not cfg.megatron.additional_configs:
+        return []
+    # Imported here because megatron takes seconds and most runs have no such fields.
+    from rlmca.engines.setup import engine_options
+    from rlmca.models.build import transformer_config
+
+    try:
+        transformer_config(layout, engine_options(cfg).build, topology)
+    except (ValueError, TypeError, AssertionError) as error:
+        text = str(error) or type(error).__name__
+        return [text if text.startswith("additional_configs") else f"additional_configs: {text}"]
+    return []
+
+
+def _export_errors(cfg: RunConfig) -> list[str]:
+    """The folder at the end of the run must not replace the one it starts from."""
+    target, source = (Path(cfg.train.output_dir) / "hf").resolve(), resolve_model(cfg.model.model_name_or_path, cfg.model).resolve()
+    if cfg.train.save_hf_model and target in (source, *source.parents):
+        return [
+            f"output_dir: {cfg.train.output_dir} holds the model that the run starts from ({source}), which save_hf_model would replace; "
+            "name another folder"
+        ]
+    return []
+
+
+def _schedule_errors(cfg: RunConfig) -> list[str]:
+    try:
+        LearningRate(cfg.train, max(1, cfg.train.max_steps))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _reward_errors(cfg: RunConfig) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlmca.types import Sample
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_ANSWER_IS = re.compile(r"answer\s+is\s*:?\s*(.+?)(?=\.(?:\s|$)|\n|$)", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"answer\s++is\s*+:?\s*+(.+?)(?=\.(?:\s|$)|\n|$)", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?\d{1,60}(\.\d{1,60})?")
 
 
@@ -75,10 +75,12 @@ def compare_plainly(gold: str, found: str | None) -> bool | None:
 def extract_answer(text: str) -> str | None:
     r"""The final answer in a text: the last complete \boxed{...} (braces may nest), else what follows the last
     `####`, else what follows the last "answer is"; None without any of them."""
+    limit = len(text)
     for match in reversed(list(_BOX.finditer(text))):
-        content = _braced(text, match.end())
+        content = _braced(text, match.end(), limit)
         if content is not None:
             return _bare(content)
+        limit = match.start()  # what is open from here to the end holds any earlier one open too
     _, mark, rest = text.rpartition("####")
     if mark:
         return _bare(rest.strip().split("\n", 1)[0])
@@ -86,9 +88,9 @@ def extract_answer(text: str) -> str | None:
     return _bare(found[-1]) if found else None
 
 
-def _braced(text: str, start: int) -> str | None:
+def _braced(text: str, start: int, limit: int) -> str | None:
     depth, escaped = 1, False
-    for at in range(start, len(text)):
+    for at in range(start, limit):
         character = text[at]
         if escaped or character == "\\":
             escaped = not escaped

@@ -6,17 +6,22 @@ from collections.abc import Sequence
 
 import numpy
 
+from rlmca.algorithms.advantages import CONSTANT_SPREAD
 from rlmca.types import Sample
 
 
 def uniform_groups(samples: Sequence[Sample]) -> set[int]:
-    """Groups whose valid replies all have the same reward (also groups without any): no advantage, no policy gradient."""
+    """Groups whose replies all have the same reward (also groups without any): no advantage, no policy gradient.
+
+    Replies count as they do for advantages: those with a valid reward and at least one token, equal up to fp32 rounding.
+    """
     spread: dict[int, tuple[float, float]] = {}
     for s in samples:
-        if s.reward is not None:
+        if s.reward is not None and s.reply_ids:
             low, high = spread.get(s.group, (s.reward, s.reward))
             spread[s.group] = (min(low, s.reward), max(high, s.reward))
-    return {s.group for s in samples} - {group for group, (low, high) in spread.items() if high - low > 1e-6 * max(1.0, abs(high))}
+    varied = {group for group, (low, high) in spread.items() if high - low > CONSTANT_SPREAD * max(abs(low), abs(high))}
+    return {s.group for s in samples} - varied
 
 
 def reward_statistics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -53,7 +53,7 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
 
         with watch("generate"):
             replies, seed = cfg.rl.num_generations, cfg.train.seed
-            samples = sample_replies(roles.rollout, prompts, roles.tokenizer, roles.params, n=replies, seed=seed, step=step, index=numbers)
+            samples = sample_replies(roles.rollout, prompts, roles.tokenizer, roles.params, n=replies, seed=seed, step=step)
         with watch("score"):
             roles.rewards.score(samples)
             assign_advantages(samples, std=cfg.rl.advantage_std, eps=cfg.rl.advantage_eps, clip=cfg.rl.advantage_clip)  # type: ignore[arg-type]

@@ -32,6 +32,10 @@ PREDICTIONS = "generated_predictions.jsonl"
 """File of `generate`, with LLaMA-Factory's keys prompt, predict and label among others."""
 
 
+class CommandError(ValueError):
+    """A key that turns out not to fit the model, the folder or the functions it names."""
+
+
 @dataclass
 class _Loaded:
     """What both eval and generate work with."""
@@ -50,7 +54,11 @@ def run_eval(cfg: RunConfig, *, console: Console | None = None) -> dict[str, flo
     with an `output_dir` it writes eval_results.json, all_results.json and every reply to eval_predictions.jsonl.
     """
     sampled = cfg.generation.do_sample and "do_sample" in cfg.given
-    with build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout) as rewards:
+    try:
+        built = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+    except ValueError as error:
+        raise CommandError(f"rewards: {error}") from None
+    with built as rewards:
         loaded = _load(cfg, sampled=sampled, n=cfg.rl.num_generations if sampled else 1)
         start = time.perf_counter()
         samples = _generate(loaded, cfg, "eval")
@@ -95,7 +103,10 @@ def run_export(cfg: RunConfig, *, console: Console | None = None) -> Path:
     """
     dtype = (torch.bfloat16 if cfg.train.bf16 else torch.float32) if "bf16" in cfg.given else None
     out = Path(cfg.export.export_dir)
-    tensors = rewrite_hf(resolve_model(cfg.model.model_name_or_path, cfg.model), out, dtype, float(cfg.export.export_size))
+    try:
+        tensors = rewrite_hf(resolve_model(cfg.model.model_name_or_path, cfg.model), out, dtype, float(cfg.export.export_size))
+    except FileExistsError as error:
+        raise CommandError(f"export_dir: {error}") from None
     (console or run_console()).print(f"{tensors} tensors in {out}", highlight=False, soft_wrap=True)
     return out
 
@@ -142,7 +153,11 @@ def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     )
     has_defaults = (folder / "generation_config.json").is_file()
     defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
-    ends = stop_ids(tokenizer, defaults, (template.end_id, *stop_text_ids(tokenizer, cfg.generation.stop)))
+    try:
+        stops = stop_text_ids(tokenizer, cfg.generation.stop)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    ends = stop_ids(tokenizer, defaults, (template.end_id, *stops))
     engine = LocalEngine(
         folder,
         pad_id=tokenizer.pad_token_id,

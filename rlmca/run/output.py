@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,12 @@ def prepare_output_dir(cfg: RunConfig, is_main: bool = True, *, resuming: bool =
                 "name another folder or set overwrite_output_dir: true"
             )
     if is_main:
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputDirError(f"output_dir: {path} cannot be made: {error}") from None
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise OutputDirError(f"output_dir: {path} cannot be written to")
     return path
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from rlmca.config import RunConfig
-from rlmca.data import ChatTemplate, load_tokenizer, stop_ids
+from rlmca.data import ChatTemplate, DataError, load_tokenizer, stop_ids
 from rlmca.engines.megatron import MegatronEngine
 from rlmca.engines.setup import engine_options
 from rlmca.layouts import ModelLayout
@@ -37,7 +37,11 @@ class Source:
     def stop_ids(self, stop: list[str]) -> tuple[int, ...]:
         """Every id that ends a reply: of the generation config, the tokenizer, the template, and the texts in `stop`."""
         generation = GenerationConfig.from_pretrained(self.folder) if (self.folder / "generation_config.json").is_file() else None
-        return stop_ids(self.tokenizer, generation, (self.template.end_id, *stop_text_ids(self.tokenizer, stop)))
+        try:
+            texts = stop_text_ids(self.tokenizer, stop)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        return stop_ids(self.tokenizer, generation, (self.template.end_id, *texts))
 
 
 def start_parallel(cfg: RunConfig) -> Parallel:

@@ -13,7 +13,7 @@ from rlmca.observe.log import RunLog
 from rlmca.observe.plots import plot_all
 from rlmca.observe.progress import progress
 from rlmca.parallel.groups import Parallel
-from rlmca.run.checkpoint import Checkpoints, resume_folder
+from rlmca.run.checkpoint import CheckpointError, Checkpoints, resume_folder
 from rlmca.run.lr import LearningRate
 from rlmca.run.output import prepare_output_dir, write_config, write_results, write_trainer_state
 from rlmca.run.schedule import StepSchedule
@@ -109,18 +109,30 @@ class Session:
             return
         state = json.loads((self.resume_from / STATE_FILE).read_text(encoding="utf-8"))
         if not state["resumable"]:
-            raise ValueError(
+            raise CheckpointError(
                 f"resume_from_checkpoint: {self.resume_from} was written with save_only_model: true and has no optimizer state; "
                 "start a new run from its weights or write checkpoints with save_only_model: false"
             )
+        self._check_something_is_left(int(state["step"]), bool(state.get("reached")))
         role.load(self.resume_from)
         order.load_state_dict(state["order"])
         self.step, self.tokens = int(state["step"]), int(state["tokens"])
+        self.reached = bool(state.get("reached"))
         self.best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))
         if self.best is not None:
             self.checkpoints.keep = self.best[0]
         if self.parallel.is_main:
             note(f"resuming after step {self.step} of {self.plan.total_steps} from {self.resume_from}")
+
+    def _check_something_is_left(self, step: int, reached: bool) -> None:
+        """A run that ended early, before its results were written, still has them to write; a finished one has nothing."""
+        total = self.plan.total_steps
+        if step > total or ((reached or step == total) and (self.output_dir / "train_results.json").exists()):
+            goal = " and reached stop_value" if reached else ""
+            raise CheckpointError(
+                f"{self.resume_from} is at step {step} and the run has {total}{goal}: it would make no optimizer step; "
+                "raise max_steps or num_train_epochs, or set overwrite_output_dir: true to start again"
+            )
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps left to do, with a progress bar; raises Interrupted when a signal stopped the run."""
@@ -153,7 +165,8 @@ class Session:
         self._last |= named
         self._write(step, named, epoch)
         value = metrics.get(self.best_metric)
-        if value is not None and (self.best is None or (value < self.best[1]) == self._lower_is_better and value != self.best[1]):
+        kept = not self.cfg.train.load_best_model_at_end or self.schedule.should_save(step)  # what was not saved cannot be loaded
+        if kept and value is not None and (self.best is None or (value < self.best[1]) == self._lower_is_better and value != self.best[1]):
             self.best = (step, value)
         self.reached = self._at_goal(named)
 
@@ -190,6 +203,7 @@ class Session:
                     "tokens": self.tokens,
                     "order": order.state_dict(),
                     "best": self.best,
+                    "reached": self.reached,
                     "resumable": not self.cfg.train.save_only_model,
                     "world_size": self.parallel.world_size,
                 }

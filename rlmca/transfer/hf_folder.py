@@ -16,6 +16,7 @@ from rlmca.layouts.boxes import Box, Shape
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ROTARY_TABLE = ".rotary_emb.inv_freq"
 
 
 class HFFolderError(ValueError):
@@ -67,12 +68,14 @@ class HFFolder:
         index = self.path / INDEX
         if index.exists():
             try:
-                file_of = json.loads(index.read_text())["weight_map"]
+                file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                if not all(isinstance(name, str) for name in file_of.values()):
+                    raise TypeError("a file name that is no text")
             except (ValueError, KeyError, TypeError) as error:
                 raise HFFolderError(f"{index} is not a safetensors index: it needs a JSON object with a weight_map") from error
             if missing := sorted({f for f in file_of.values() if not (self.path / f).is_file()}):
                 raise HFFolderError(f"{self.path} lacks {', '.join(missing)}, which its index names; download the folder again")
-            return dict(file_of)
+            return file_of
         if (self.path / SINGLE).is_file():
             with _open(self.path / SINGLE) as file:
                 return dict.fromkeys(file.keys(), SINGLE)
@@ -116,7 +119,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise HFFolderError(f"{file} does not exist; a Hugging Face model folder has one")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise HFFolderError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -127,9 +130,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def check_tensors(folder: HFFolder, want: Mapping[str, Shape], tied: bool) -> None:
     """Raises HFFolderError when the folder's tensors are not those of the layout, all differences in one message.
 
-    A tied model may carry a copy of its embedding as lm_head.weight if it is the same bit for bit.
+    A tied model may carry a copy of its embedding as lm_head.weight if it is the same bit for bit. Rotary tables that old
+    Llama folders store are computed, as Transformers does, and not read.
     """
-    have = dict(folder.shapes)
+    have = {name: shape for name, shape in folder.shapes.items() if not name.endswith(ROTARY_TABLE)}
     problems = []
     if tied and "lm_head.weight" in have:
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"

@@ -48,7 +48,7 @@ def settle_config(out: Path, hf_config: Mapping[str, Any], dtype: torch.dtype) -
     that already fits keeps its bytes.
     """
     path, name = out / "config.json", str(dtype).removeprefix("torch.")
-    config = json.loads(path.read_text()) if path.exists() else dict(hf_config)
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else dict(hf_config)
     stale = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
     if stale or not path.exists():
         config |= dict.fromkeys(stale, name)

@@ -24,7 +24,7 @@ def errors(values: dict[str, Any], env: Environment = MCA, command: str = "train
 CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**SFT, "sequence_parallel": True}, {"tensor_model_parallel_size": 2}, "needs tensor_model_parallel_size above 1"),
     ({**SFT, "overlap_param_gather": True}, {"overlap_grad_reduce": True}, "needs use_distributed_optimizer"),
-    ({**SFT, "recompute_granularity": "full"}, {"recompute_method": "uniform", "recompute_num_layers": 1}, "needs recompute_method"),
+    ({**SFT, "recompute_granularity": "full", "recompute_num_layers": 2}, {"recompute_method": "uniform"}, "needs recompute_method"),
     ({**SFT, "recompute_modules": "mlp"}, {"recompute_granularity": "selective"}, "recompute_modules needs recompute_granularity"),
     ({**SFT, "recompute_granularity": "selective", "recompute_num_layers": 1}, {"recompute_num_layers": None}, "takes recompute_modules"),
     ({**SFT, "recompute_method": "block"}, {"recompute_method": None}, "recompute_method needs recompute_granularity"),

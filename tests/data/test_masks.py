@@ -135,7 +135,7 @@ def test_tool_calls_are_trained_and_tool_answers_are_not() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "tools", "reason"),
     [
-        (CHATML, [user("a"), CALL, {"role": "tool", "content": "9"}, assistant("b")], None, "cannot be located"),
+        (CHATML, [user("a"), CALL, {"role": "tool", "content": "9"}, assistant("b")], None, "writes no tool calls"),
         (CHATML, [user("a"), assistant("b")], TOOLS, "takes no tools"),
         (STRICT, [{"role": "system", "content": "s"}, assistant("b")], None, "No user query"),
         (FIRST_WORD, [user("a"), assistant("two words")], None, "cannot be located"),

@@ -225,3 +225,18 @@ def test_reasoning_gym_rows_carry_what_the_verifier_needs() -> None:
     again = reasoning_gym.create_dataset(row["reasoning_gym"]["task"], **row["reasoning_gym"]["config"])
     assert again.score_answer(row["answer"], row["reasoning_gym"]["entry"]) == 1.0
     assert len(load_supervised(options, template)) == 5
+
+
+def test_a_value_that_python_cannot_hold_drops_its_row_alone(tmp_path: Path) -> None:
+    days = pyarrow.array([0, 10**9, 1], pyarrow.date32())
+    pyarrow.parquet.write_table(pyarrow.table({"output": ["a", "b", "c"], "day": days}), tmp_path / "x.parquet")
+    first, second, third = read_file(tmp_path / "x.parquet")
+    assert (first["output"], third["output"]) == ("a", "c")
+    assert isinstance(second, BadRow) and "out of range" in second.reason
+
+
+def test_a_parquet_column_named_twice_is_an_error(tmp_path: Path) -> None:
+    arrays = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, names=["output", "output"]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="named twice"):
+        read_file(tmp_path / "x.parquet")

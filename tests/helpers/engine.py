@@ -41,8 +41,8 @@ def random_batch(vocab: int = 67, rows: int = 8, *, seed: int = 0) -> Batch:
     return batch_of_examples(ids, masks)
 
 
-def make_engine(folder: Path, layout: Layout, *, trainable: bool = True) -> Any:
-    """A `MegatronEngine` of this rank under `layout`."""
+def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: bool = False) -> Any:
+    """A `MegatronEngine` of this rank under `layout`, with the weights of `folder` or (`fresh`) newly drawn ones."""
     import json
     import os
 
@@ -62,7 +62,7 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True) -> Any:
         eval_batch_size=3,
     )
     model_layout = ModelLayout(json.loads((folder / "config.json").read_text()), spec="local")
-    return MegatronEngine(model_layout, parallel, options, folder=folder, trainable=trainable)
+    return MegatronEngine(model_layout, parallel, options, folder=None if fresh else folder, trainable=trainable)
 
 
 def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from tests.helpers.models import make_model
 from tests.helpers.tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 
 def make_project(folder: Path, *, family: str = "qwen3_tied", rows: int = 40) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlmca.algorithms import assign_advantages
 from rlmca.config import Environment, RunConfig, make_config
 from rlmca.rl.experience import reward_statistics, uniform_groups
 from rlmca.rl.update import mini_batches, trainable_samples, update_policy
@@ -127,6 +128,18 @@ def test_what_an_update_learns_from() -> None:
     assert {s.group for s in trainable_samples(drawn, config(drop_zero_std_groups=True))} == {0, 2, 3}
     statistics = reward_statistics(drawn)
     assert statistics["reward_invalid"] == 1 and statistics["zero_std_groups"] == 0.25 and statistics["truncated"] == 1 / 16
+
+
+def test_groups_without_a_signal_are_those_whose_advantages_are_all_zero() -> None:
+    """Small rewards count, an empty reply does not, rounding is no difference."""
+    drawn = samples()
+    for sample in drawn:
+        sample.reward = {0: 1e-7 * sample.k, 1: 1e6, 2: 0.7, 3: 0.0}[sample.group]
+    drawn[4].reward = 1e6 * (1 + 1e-7)  # group 1: rounding
+    drawn[12].reward, drawn[12].reply_ids, drawn[12].reply_logp = 1.0, [], []  # group 3: no token could carry it
+    assign_advantages(drawn, std="sample")
+    silent = {group for group in range(4) if not any(s.advantage for s in drawn if s.group == group)}
+    assert uniform_groups(drawn) == silent == {1, 2, 3}
 
 
 def test_a_rollout_without_a_signal_changes_nothing(policy: Recorder) -> None:

@@ -130,6 +130,17 @@ def test_accuracy_of_replies_stops_the_run_and_the_best_model_is_kept(project: P
     assert len(losses(output)) < 60 and {"eval_accuracy", "eval_reward/exact"} <= set(lines[-1])
 
 
+def test_the_best_model_is_one_that_was_saved(project: Path, tmp_path: Path) -> None:
+    """Evaluations between two checkpoints name no best: there would be nothing to load."""
+    output = tmp_path / "run"
+    options = sft_options(
+        project, output, max_steps=4, learning_rate=0.3, lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=0,
+        eval_dataset="held", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+    )  # fmt: skip
+    run("train", options)
+    assert json.loads((output / "trainer_state.json").read_text())["best_global_step"] in (2, 4)
+
+
 def test_load_best_model_at_end_exports_the_best_evaluation(project: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = sft_options(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rlmca.layouts import Coord, Topology
+from rlmca.transfer.convert import rewrite_hf
 from rlmca.transfer.hf_folder import HFFolderError, open_hf_folder
 from rlmca.transfer.hf_writer import HFWriter, new_folder
 from rlmca.transfer.load import load_ranks
@@ -227,3 +228,20 @@ def test_reading_is_independent_of_config(folder: Path) -> None:
     (folder / "config.json").unlink()
     with open_hf_folder(folder) as opened, pytest.raises(HFFolderError, match="does not exist"):
         _ = opened.config
+
+
+def test_rotary_tables_of_old_llama_folders_are_not_read(hf_folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hf_folders["llama"], tmp_path / "llama"))
+    before = stored(folder)
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    layout = layout_of(folder)
+    load_ranks(folder, layout, Topology(), Coord(), params := dirty(layout, Topology(), Coord(), torch.float32))
+    assert not any(p.isnan().any() for p in params.values())
+    assert rewrite_hf(folder, tmp_path / "copy") == len(before) and stored(tmp_path / "copy").keys() == before.keys()
+
+
+@pytest.mark.parametrize("weight_map", ['["model.safetensors"]', '{"model.norm.weight": null}', "3"])
+def test_an_index_of_another_shape_is_an_error(folder: Path, weight_map: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    with pytest.raises(HFFolderError, match="is not a safetensors index"):
+        open_hf_folder(folder)

@@ -44,6 +44,11 @@ def refuse(names: str, reason: str, instead: str = "", *accepted: Any, elsewhere
     return {name: Foreign(name, "refused", reason, instead, (*OFF, *accepted), elsewhere) for name in names.split()}
 
 
+def always(names: str, reason: str, instead: str) -> Mapping[str, Foreign]:
+    """Switches that are on whatever is written: false is refused too."""
+    return {name: Foreign(name, "refused", reason, instead, (None, "", True)) for name in names.split()}
+
+
 def no_effect(names: str, reason: str) -> Mapping[str, Foreign]:
     """Names (separated by blanks) that change nothing, with the reason."""
     return {name: Foreign(name, "no_effect", reason) for name in names.split()}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlmca.config.foreign.entry import Foreign, no_effect, refuse
+from rlmca.config.foreign.entry import Foreign, always, no_effect, refuse
 
 _LATER = "not in this version"
 
 OPTIMISER: Mapping[str, Foreign] = {
     **refuse("optim", f"optimisers other than AdamW are {_LATER}", "write adamw_torch", "adamw_torch", "adamw_torch_fused"),
     **refuse("optim_args optim_target_modules", f"optimisers other than AdamW are {_LATER}"),
-    **refuse("average_tokens_across_devices", "losses always have global denominators", "write true", True),
+    **always("average_tokens_across_devices", "losses always have global denominators", "write true"),
     **refuse("label_smoothing_factor neftune_noise_alpha", f"{_LATER}", "write 0", 0),
     **refuse("torch_empty_cache_steps", f"{_LATER}"),
     **refuse("auto_find_batch_size", f"{_LATER}", "write per_device_train_batch_size"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlmca.config.foreign.entry import Foreign, no_effect, refuse
+from rlmca.config.foreign.entry import Foreign, always, no_effect, refuse
 
 _LATER = "not in this version"
 
 TOKENIZER: Mapping[str, Foreign] = {
-    **refuse("use_fast_tokenizer", "slow tokenizers are not in this version", "write true", True),
+    **always("use_fast_tokenizer", "slow tokenizers are not in this version", "write true"),
     **refuse(
         "add_tokens add_special_tokens new_special_tokens_config resize_vocab split_special_tokens", f"changing the vocabulary is {_LATER}"
     ),
@@ -23,7 +23,7 @@ LOADING: Mapping[str, Foreign] = {
     **refuse("compute_dtype", "set by bf16", "write bf16: true or leave it out for float32"),
     **refuse("infer_dtype", f"the dtype of rollouts follows bf16; another one is {_LATER}", "write auto", "auto"),
     **refuse("infer_backend", f"other backends are {_LATER}", "write huggingface", "huggingface", "hf"),
-    **refuse("use_kv_cache", "replies are always written with a KV cache", "write true", True),
+    **always("use_kv_cache", "replies are always written with a KV cache", "write true"),
     **refuse("ms_hub_token om_hub_token", f"ModelScope and Modelers hubs are {_LATER}", "use the Hugging Face hub or a local folder"),
     **refuse("print_param_status", f"{_LATER}", "rlmca-cli train ... --dry_run prints the parameters of each rank"),
 }
@@ -102,7 +102,7 @@ DATA: Mapping[str, Foreign] = {
     **refuse("tool_format", f"tool calls are {_LATER}"),
     **refuse("preserve_thinking", f"{_LATER}; thoughts follow the tokenizer's chat template"),
     **refuse("tokenized_path", f"saving tokenised data is {_LATER}"),
-    **refuse("ignore_pad_token_for_loss", "padding is never trained on", "write true", True),
+    **always("ignore_pad_token_for_loss", "padding is never trained on", "write true"),
     **no_effect("overwrite_cache", "sources are read anew in every run"),
     **no_effect("preprocessing_num_workers", "each process tokenises the rows by itself"),
     **no_effect("buffer_size", "belongs to streaming"),
@@ -114,7 +114,7 @@ GENERATION: Mapping[str, Foreign] = {
     **refuse("num_beams", f"beam search is {_LATER}", "write 1", 1),
     **refuse("max_length", "counts the prompt too, which is ambiguous", "write max_new_tokens and max_prompt_len"),
     **refuse("repetition_penalty length_penalty", f"penalties are {_LATER}", "write 1.0", 1),
-    **refuse("skip_special_tokens", f"{_LATER}", "write true", True),
+    **always("skip_special_tokens", f"false is {_LATER}", "write true"),
 }
 ADAPTERS: Mapping[str, Foreign] = {
     **refuse(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlmca.config.foreign.entry import Foreign, refuse
+from rlmca.config.foreign.entry import Foreign, always, refuse
 
 _LATER = "not in this version"
 
@@ -27,5 +27,5 @@ RL: Mapping[str, Foreign] = {
     **refuse("sglang sglang_base_urls", f"SGLang is {_LATER}", "write rollout_engine: local"),
     **refuse("sync", f"weights go to the local rollout engine in memory; other ways are {_LATER}", "leave it out"),
     **refuse("async_staleness", f"generation ahead of training is {_LATER}", "write 0", 0),
-    **refuse("colocate", "the local rollout engine always shares the trainer's device", "leave it out", True),
+    **always("colocate", "the local rollout engine always shares the trainer's device", "leave it out"),
 }

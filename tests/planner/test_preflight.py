@@ -1,0 +1,41 @@
+"""What would stop a run only after the model is loaded, found before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmca.planner import preflight_errors
+from tests.planner.test_dry_run import cfg, values
+
+__all__ = ["values"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"template": "qwne3"}, "nearest: qwen3"),
+        ({"template": "qwen2_vl"}, "not in this version"),
+        ({"lr_scheduler_kwargs": {"foo": 1}}, "lr_scheduler_kwargs"),
+        ({"additional_configs": {"hidden_dropuot": 0.1}}, "hidden_dropuot is no field"),
+        ({"additional_configs": {"hidden_size": 64}}, "follows from the model's config.json"),
+    ],
+)
+def test_a_key_that_only_a_stage_reads_is_checked_before(values: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    assert preflight_errors(cfg(values), 1) == []
+    (error,) = preflight_errors(cfg({**values, **changes}), 1)
+    assert words in error
+    assert len(preflight_errors(cfg({**values, **changes, "dataset": "nowhere", "tensor_model_parallel_size": 2}), 1)) == 3
+
+
+def test_a_run_may_not_export_over_the_model_it_starts_from(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "model").rename(tmp_path / "out" / "hf")
+    again = {**values, "model_name_or_path": str(tmp_path / "out"), "overwrite_output_dir": True}
+    (error,) = preflight_errors(cfg(again), 1)
+    assert "holds the model that the run starts from" in error
+    assert preflight_errors(cfg({**again, "save_hf_model": False}), 1) == []
+    (tmp_path / "link").symlink_to(tmp_path / "out" / "hf")
+    assert preflight_errors(cfg({**again, "model_name_or_path": str(tmp_path / "link")}), 1) == [error]
