@@ -10,11 +10,11 @@ from rlmca.parallel import groups
 from rlmca.rewards import build_rewards
 from rlmca.rl.loop import Roles, run_loop
 from rlmca.rl.update import policy_options
-from rlmca.rollout.local import LocalEngine
 from rlmca.run.evaluate import evaluate_policy
-from rlmca.run.roles import build_role, export_policy, open_source, sampling_params, say, start_parallel
+from rlmca.run.roles import build_role, export_policy, say, start_parallel
 from rlmca.run.rollouts import RolloutWriter
 from rlmca.run.session import Session
+from rlmca.run.source import local_engine, open_source, sampling_params
 from rlmca.transfer.source import resolve_model
 
 
@@ -42,13 +42,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
         if cfg.rl.kl_coef > 0:
             folder = source.folder if cfg.model.ref_model is None else resolve_model(cfg.model.ref_model, cfg.model)
             reference = build_role(cfg, folder, parallel, trainable=False)
-        rollout = LocalEngine(
-            source.folder,
-            pad_id=source.tokenizer.pad_token_id,
-            dtype=policy.weights().dtype,
-            device=parallel.device,
-            rollout_batch=cfg.rollout.rollout_batch,
-        )
+        rollout = local_engine(cfg, source, policy.weights().dtype, parallel.device)
 
         def score_held_out() -> dict[str, float]:
             assert held_out is not None
@@ -64,7 +58,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
                 rewards=rewards,
                 prompts=prompts,
                 order=order,
-                params=sampling_params(cfg, source),
+                params=sampling_params(cfg, source, greedy=False),
                 tokenizer=source.tokenizer,
                 dump=dump,
                 evaluate=score_held_out if held_out is not None else None,

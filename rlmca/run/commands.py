@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlmca.config import RunConfig
-from rlmca.data import ChatTemplate, Hub, Prompts, load_prompts, load_tokenizer, stop_ids
+from rlmca.data import Hub, Prompts, load_prompts
 from rlmca.observe.console import console as run_console
 from rlmca.observe.console import note
 from rlmca.observe.jsonl import dumps, write_atomically
 from rlmca.rewards import build_rewards
 from rlmca.rollout.base import SamplingParams
 from rlmca.rollout.local import LocalEngine
-from rlmca.rollout.samples import stop_text_ids
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
+from rlmca.run.source import local_engine, open_source, sampling_params
 from rlmca.transfer.convert import rewrite_hf
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample
@@ -139,41 +139,14 @@ def _datasets(cfg: RunConfig) -> list[str]:
 
 
 def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
-    folder = resolve_model(cfg.model.model_name_or_path, cfg.model)
-    tokenizer = load_tokenizer(replace(cfg.model, model_name_or_path=str(folder)))
-    template = ChatTemplate(tokenizer, cfg.model.template, cfg.data.enable_thinking, cfg.data.default_system)
-    prompts = load_prompts(
-        cfg.data,
-        template,
-        cfg.generation.max_prompt_len,
-        _datasets(cfg),
-        note,
-        seed=cfg.train.seed,
-        hub=Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token),
-    )
-    has_defaults = (folder / "generation_config.json").is_file()
-    defaults = GenerationConfig.from_pretrained(folder) if has_defaults else None
-    try:
-        stops = stop_text_ids(tokenizer, cfg.generation.stop)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    ends = stop_ids(tokenizer, defaults, (template.end_id, *stops))
-    engine = LocalEngine(
-        folder,
-        pad_id=tokenizer.pad_token_id,
-        dtype=torch.bfloat16 if cfg.train.bf16 else torch.float32,
-        device="cuda" if torch.cuda.is_available() and not cfg.train.use_cpu else "cpu",
-        rollout_batch=cfg.rollout.rollout_batch,
-        load_options={"trust_remote_code": cfg.model.trust_remote_code},
-    )
-    params = SamplingParams(
-        temperature=cfg.generation.temperature,
-        top_p=cfg.generation.top_p,
-        top_k=cfg.generation.top_k,
-        max_new_tokens=cfg.generation.max_new_tokens,
-        stop_ids=ends,
-    )
-    return _Loaded(tokenizer, prompts, engine, params if sampled else replace(params, temperature=0.0, top_p=1.0, top_k=-1), n)
+    source = open_source(cfg)
+    hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
+    longest, names = cfg.generation.max_prompt_len, _datasets(cfg)
+    prompts = load_prompts(cfg.data, source.template, longest, names, note, seed=cfg.train.seed, hub=hub)
+    device = "cuda" if torch.cuda.is_available() and not cfg.train.use_cpu else "cpu"
+    params = sampling_params(cfg, source, greedy=not sampled)
+    engine = local_engine(cfg, source, torch.bfloat16 if cfg.train.bf16 else torch.float32, device)
+    return _Loaded(source.tokenizer, prompts, engine, params, n)
 
 
 def _generate(loaded: _Loaded, cfg: RunConfig, description: str) -> list[Sample]:

@@ -1,17 +1,13 @@
-"""From a configuration to what a stage works with: tokenizer, template, model folder, policy."""
+"""From a configuration to the ranks of a run and the models on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from rlmca.config import RunConfig
-from rlmca.data import ChatTemplate, DataError, load_tokenizer, stop_ids
 from rlmca.engines.megatron import MegatronEngine
 from rlmca.engines.setup import engine_options
 from rlmca.layouts import ModelLayout
@@ -19,29 +15,10 @@ from rlmca.models.spec import choose_spec
 from rlmca.observe.console import note
 from rlmca.parallel import groups
 from rlmca.parallel.groups import Parallel
-from rlmca.rollout.base import SamplingParams
-from rlmca.rollout.samples import stop_text_ids
+from rlmca.run.source import Source
 from rlmca.transfer.export import export_hf
-from rlmca.transfer.source import read_hf_config, resolve_model
+from rlmca.transfer.source import read_hf_config
 from rlmca.workers import SpmdGroup, WorkerGroup
-
-
-@dataclass(frozen=True)
-class Source:
-    """The model a run starts from: its folder, tokenizer and chat template."""
-
-    folder: Path
-    tokenizer: Any
-    template: ChatTemplate
-
-    def stop_ids(self, stop: list[str]) -> tuple[int, ...]:
-        """Every id that ends a reply: of the generation config, the tokenizer, the template, and the texts in `stop`."""
-        generation = GenerationConfig.from_pretrained(self.folder) if (self.folder / "generation_config.json").is_file() else None
-        try:
-            texts = stop_text_ids(self.tokenizer, stop)
-        except ValueError as error:
-            raise DataError(str(error)) from None
-        return stop_ids(self.tokenizer, generation, (self.template.end_id, *texts))
 
 
 def start_parallel(cfg: RunConfig) -> Parallel:
@@ -55,25 +32,6 @@ def start_parallel(cfg: RunConfig) -> Parallel:
         local_rank=env.local_rank or 0,
         seed=cfg.train.seed,
         timeout_s=cfg.train.ddp_timeout,
-    )
-
-
-def open_source(cfg: RunConfig, model: str | None = None) -> Source:
-    """Find the model's files and read its tokenizer."""
-    folder = resolve_model(model or str(cfg.model.model_name_or_path), cfg.model)
-    tokenizer = load_tokenizer(_at(cfg, folder))
-    return Source(folder, tokenizer, ChatTemplate(tokenizer, cfg.model.template, cfg.data.enable_thinking, cfg.data.default_system))
-
-
-def sampling_params(cfg: RunConfig, source: Source, *, greedy: bool = False) -> SamplingParams:
-    """How the YAML wants replies drawn."""
-    generation = cfg.generation
-    return SamplingParams(
-        temperature=0.0 if greedy or not generation.do_sample else generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        max_new_tokens=generation.max_new_tokens,
-        stop_ids=source.stop_ids(generation.stop),
     )
 
 
@@ -98,9 +56,3 @@ def export_policy(cfg: RunConfig, policy: WorkerGroup, source: Source) -> Path |
 def say(parallel: Parallel) -> Callable[[str], None]:
     """A line for the console, printed by the main rank alone."""
     return note if parallel.is_main else (lambda text: None)
-
-
-def _at(cfg: RunConfig, folder: Path) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(cfg.model, model_name_or_path=str(folder))

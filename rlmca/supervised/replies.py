@@ -10,7 +10,7 @@ from rlmca.parallel.groups import Parallel
 from rlmca.rewards import RewardSet
 from rlmca.rollout.local import LocalEngine
 from rlmca.run.evaluate import evaluate_policy
-from rlmca.run.roles import Source, sampling_params
+from rlmca.run.source import Source, local_engine, sampling_params
 from rlmca.transfer.stream import hf_tensors
 from rlmca.workers import WorkerGroup
 
@@ -21,8 +21,7 @@ class ReplyEvaluation:
     def __init__(self, cfg: RunConfig, source: Source, parallel: Parallel, prompts: Sequence[Prompt], rewards: RewardSet) -> None:
         self.prompts, self.rewards, self.parallel, self.seed = prompts, rewards, parallel, cfg.train.seed
         self.params = sampling_params(cfg, source, greedy=True)
-        self.tokenizer, self.folder, self.pad_id = source.tokenizer, source.folder, int(source.tokenizer.pad_token_id)
-        self.rollout_batch = cfg.rollout.rollout_batch
+        self.cfg, self.source = cfg, source
         self._rollout: LocalEngine | None = None
 
     def __call__(self, policy: WorkerGroup, step: int) -> dict[str, float]:
@@ -32,11 +31,11 @@ class ReplyEvaluation:
         metrics: dict[str, float] = {}
         if self.parallel.is_main:
             if self._rollout is None:
-                self._rollout = LocalEngine(
-                    self.folder, pad_id=self.pad_id, dtype=weights.dtype, device=self.parallel.device, rollout_batch=self.rollout_batch
-                )
+                self._rollout = local_engine(self.cfg, self.source, weights.dtype, self.parallel.device)
             self._rollout.update_weights(stream, step)
-            metrics = evaluate_policy(self._rollout, self.prompts, self.rewards, self.params, tokenizer=self.tokenizer, seed=self.seed)
+            metrics = evaluate_policy(
+                self._rollout, self.prompts, self.rewards, self.params, tokenizer=self.source.tokenizer, seed=self.seed
+            )
         else:
             for _ in stream:
                 pass

@@ -9,8 +9,9 @@ from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts, load_train_eval
 from rlmca.parallel import groups
 from rlmca.rewards import build_rewards
-from rlmca.run.roles import build_role, export_policy, open_source, say, start_parallel
+from rlmca.run.roles import build_role, export_policy, say, start_parallel
 from rlmca.run.session import Session
+from rlmca.run.source import open_source
 from rlmca.supervised.loop import Supervised, run_loop
 from rlmca.supervised.replies import ReplyEvaluation
 

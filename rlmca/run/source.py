@@ -1,0 +1,67 @@
+"""The model a command starts from: its folder, tokenizer and template, how replies are drawn, who draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from rlmca.config import RunConfig
+from rlmca.data import ChatTemplate, DataError, load_tokenizer, stop_ids
+from rlmca.rollout.base import SamplingParams
+from rlmca.rollout.local import LocalEngine
+from rlmca.rollout.samples import stop_text_ids
+from rlmca.transfer.source import resolve_model
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's files are, its tokenizer and its chat template."""
+
+    folder: Path
+    tokenizer: Any
+    template: ChatTemplate
+
+    def stop_ids(self, stop: list[str]) -> tuple[int, ...]:
+        """Every id that ends a reply: of the generation config, the tokenizer, the template, and the texts in `stop`."""
+        generation = GenerationConfig.from_pretrained(self.folder) if (self.folder / "generation_config.json").is_file() else None
+        try:
+            texts = stop_text_ids(self.tokenizer, stop)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        return stop_ids(self.tokenizer, generation, (self.template.end_id, *texts))
+
+
+def open_source(cfg: RunConfig) -> Source:
+    """Find the files of `model_name_or_path` and read its tokenizer."""
+    folder = resolve_model(cfg.model.model_name_or_path, cfg.model)
+    tokenizer = load_tokenizer(dataclasses.replace(cfg.model, model_name_or_path=str(folder)))
+    return Source(folder, tokenizer, ChatTemplate(tokenizer, cfg.model.template, cfg.data.enable_thinking, cfg.data.default_system))
+
+
+def sampling_params(cfg: RunConfig, source: Source, *, greedy: bool) -> SamplingParams:
+    """How the YAML wants replies drawn, or the most likely token each time."""
+    generation = cfg.generation
+    return SamplingParams(
+        temperature=0.0 if greedy else generation.temperature,
+        top_p=1.0 if greedy else generation.top_p,
+        top_k=-1 if greedy else generation.top_k,
+        max_new_tokens=generation.max_new_tokens,
+        stop_ids=source.stop_ids(generation.stop),
+    )
+
+
+def local_engine(cfg: RunConfig, source: Source, dtype: torch.dtype, device: torch.device | str) -> LocalEngine:
+    """A Transformers model of the source's weights that writes replies in this process."""
+    return LocalEngine(
+        source.folder,
+        pad_id=source.tokenizer.pad_token_id,
+        dtype=dtype,
+        device=device,
+        rollout_batch=cfg.rollout.rollout_batch,
+        load_options={"trust_remote_code": cfg.model.trust_remote_code},
+    )
