@@ -42,4 +42,8 @@ class MegatronConfig:
         choices=("torch_dist",),
         refused={k: f"{k}: not in this version; write torch_dist" for k in ("torch", "zarr", "fsdp_dtensor")},
     )
-    additional_configs: dict[str, Any] = option({}, "Further TransformerConfig fields by Megatron's names, such as attention_dropout.")
+    additional_configs: dict[str, Any] = option(
+        {},
+        "TransformerConfig fields by Megatron's names: attention_dropout, hidden_dropout, bias_dropout_fusion, masked_softmax_fusion, "
+        "embedding_init_method_std.",
+    )

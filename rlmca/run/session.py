@@ -76,6 +76,7 @@ class Session:
         self.reached = False
         """True once an evaluation reached `stop_value`: the run is done before its last step."""
         self._stop = StopSignal()
+        self._ending = False
         self._interval: list[Mapping[str, float]] = []
         self._last: dict[str, float] = {}
         self._log: RunLog | None = None
@@ -141,7 +142,7 @@ class Session:
                 yield self.step + 1
                 self.step += 1
                 bar.advance()
-                if self._stopping and self.step < self.plan.total_steps and not self.reached:
+                if self._ending and self.step < self.plan.total_steps and not self.reached:
                     received = self._stop.received
                     raise Interrupted(int(received) if received is not None else 15)
 
@@ -183,13 +184,13 @@ class Session:
 
     # ---- checkpoints
 
-    @property
-    def _stopping(self) -> bool:
-        return self.parallel.any_rank(self._stop.requested)
-
     def should_save(self, step: int) -> bool:
-        """True when the schedule saves after this step, or the run ends here early and writes checkpoints at all."""
-        return self.schedule.should_save(step) or (self.cfg.train.save_strategy != "no" and (self.reached or self._stopping))
+        """True when the schedule saves after this step, or the run ends here early and writes checkpoints at all.
+
+        Asked once a step by every rank: a signal that comes later ends the run after the next step, not without a save.
+        """
+        self._ending = self.parallel.any_rank(self._stop.requested)
+        return self.schedule.should_save(step) or (self.cfg.train.save_strategy != "no" and (self.reached or self._ending))
 
     def save(self, step: int, role: Stateful, order: Resumable) -> None:
         """Write `checkpoint-{step}`: the role's state, and where data, tokens and evaluation stand."""
