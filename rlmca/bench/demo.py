@@ -81,6 +81,7 @@ def evaluate(name: str, model: Path) -> tuple[float, Phase]:
 def run_demo(seed: int) -> dict[str, Any]:
     """Everything; prints the table, writes `outputs/demo/summary.json` and returns what is in it."""
     prepare_assets()
+    (OUTPUTS / "summary.json").unlink(missing_ok=True)  # an interrupted demo leaves no figures of an earlier one
     phases: dict[str, Phase] = {}
     phases["sft"] = Phase(train_sft(seed), _throughput(SFT_FOLDER.parent))
     phases["grpo"] = Phase(train_grpo(seed), _throughput(GRPO_FOLDER.parent))
@@ -145,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed: int = parser.parse_args(argv).seed
     try:
         run_demo(seed)
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        return 130
     except (CommandFailed, ConfigError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1

@@ -133,8 +133,8 @@ def _bench(arguments: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="the benchmark")
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     options, extra = parser.parse_known_args(arguments)
-    from rlmca.bench import run_bench
     from rlmca.bench.commands import CommandFailed
+    from rlmca.bench.registry import run_bench
 
     try:
         status = run_bench(options.name, options.json, extra)

@@ -58,10 +58,23 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """Errors that say what to write instead; a traceback would only hide that."""
     from rlmca.data import DataError
     from rlmca.layouts import LayoutError, UnsupportedField
+    from rlmca.rewards.user import BadReward
+    from rlmca.rollout.base import RolloutError
     from rlmca.run.checkpoint import CheckpointError
     from rlmca.run.commands import CommandError
     from rlmca.run.output import OutputDirError
     from rlmca.transfer.hf_folder import HFFolderError
     from rlmca.transfer.source import ModelNotFound
 
-    return (DataError, LayoutError, UnsupportedField, OutputDirError, CheckpointError, CommandError, HFFolderError, ModelNotFound)
+    return (
+        DataError,
+        LayoutError,
+        UnsupportedField,
+        OutputDirError,
+        CheckpointError,
+        CommandError,
+        HFFolderError,
+        ModelNotFound,
+        BadReward,
+        RolloutError,
+    )

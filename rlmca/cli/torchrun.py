@@ -12,6 +12,7 @@ def main() -> int:
     from rlmca.cli.parent import end_with_parent
 
     end_with_parent(signal.SIGTERM, os.getppid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets by itself, with a warning
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

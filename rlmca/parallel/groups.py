@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state, tensor_parallel
 
 from rlmca.parallel import platform
@@ -120,7 +121,7 @@ def start(
             dist.init_process_group(platform.backend(), rank=rank, world_size=world_size, timeout=timeout)
     if not _same_layout(tp, pp):
         if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+            _end_subgroups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -150,6 +151,14 @@ def seed_everything(seed: int, parallel: Parallel) -> None:
     numpy.random.seed(own % 2**32)
     torch.manual_seed(own)
     tensor_parallel.model_parallel_cuda_manual_seed(own, force_reset_rng=True)
+
+
+def _end_subgroups() -> None:
+    """End every group but the default one: Megatron only forgets them, and each keeps its threads polling."""
+    parallel_state.destroy_model_parallel()
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def close() -> None:

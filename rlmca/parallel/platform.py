@@ -153,7 +153,9 @@ def quiet_megatron() -> None:
         ".*Transformer Engine and Apex are not installed.*",
         "full scope is deprecated.*",
         "The .grad attribute of a Tensor that is not a leaf.*",
-        ".*(reduce_scatter_tensor|all_gather_into_tensor). is deprecated.*",
+        ".*(reduce_scatter_tensor|all_gather_into_tensor|load_state_dict). is deprecated.*",
+        ".*ShardedTensor.*deprecated.*",
+        ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
     ):
         warnings.filterwarnings("ignore", message=message)
 

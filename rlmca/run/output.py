@@ -32,6 +32,8 @@ def prepare_output_dir(cfg: RunConfig, is_main: bool = True, *, resuming: bool =
         raise OutputDirError(f"output_dir: {path} is a file; name a folder")
     if not (resuming or cfg.train.overwrite_output_dir):
         there = [name for name in _RESULTS_OF_A_RUN if (path / name).exists()]
+        if (path / "hf").is_dir() and any((path / "hf").iterdir()):
+            there.append("hf/")  # the folder at the end replaces it as a whole
         if there:
             raise OutputDirError(
                 f"output_dir: {path} holds the results of another run ({', '.join(there)}); "

@@ -42,7 +42,7 @@ class Interrupted(RuntimeError):
     """The run stopped early because a signal asked for it; a checkpoint was written if the schedule writes any."""
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
+        super().__init__(f"stopped by signal {signal_number}; the same command goes on from the newest checkpoint-N, if there is one")
         self.signal_number = signal_number
 
 
@@ -78,6 +78,8 @@ class Session:
         self._stop = StopSignal()
         self._ending = False
         self._interval: list[Mapping[str, float]] = []
+        self._losses: list[float] = []
+        self._names: set[str] = set()
         self._last: dict[str, float] = {}
         self._log: RunLog | None = None
 
@@ -115,6 +117,13 @@ class Session:
                 "start a new run from its weights or write checkpoints with save_only_model: false"
             )
         self._check_something_is_left(int(state["step"]), bool(state.get("reached")))
+        if state["layout"] != self._layout:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {self.resume_from} was written with tensor, pipeline, data parallel = {state['layout']}, "
+                f"this run has {self._layout}; resuming in another layout is not in this version: start it as it was started"
+            )
+        if state["global_batch"] != self.plan.global_batch and self.parallel.is_main:
+            note(f"the global batch was {state['global_batch']} and is {self.plan.global_batch} from here on: steps and epochs shift")
         role.load(self.resume_from)
         order.load_state_dict(state["order"])
         self.step, self.tokens = int(state["step"]), int(state["tokens"])
@@ -124,6 +133,10 @@ class Session:
             self.checkpoints.keep = self.best[0]
         if self.parallel.is_main:
             note(f"resuming after step {self.step} of {self.plan.total_steps} from {self.resume_from}")
+
+    @property
+    def _layout(self) -> list[int]:
+        return [self.parallel.tp_size, self.parallel.pp_size, self.parallel.dp_size]
 
     def _check_something_is_left(self, step: int, reached: bool) -> None:
         """A run that ended early, before its results were written, still has them to write; a finished one has nothing."""
@@ -152,6 +165,8 @@ class Session:
         """Count a step's tokens and, at logging steps, write the averages since the last line (maxima of `*_max`)."""
         self.tokens += tokens
         self._interval.append(metrics)
+        if "loss" in metrics:
+            self._losses.append(metrics["loss"])
         if not self.schedule.should_log(step):
             return
         merged = average(self._interval)
@@ -170,6 +185,9 @@ class Session:
         if kept and value is not None and (self.best is None or (value < self.best[1]) == self._lower_is_better and value != self.best[1]):
             self.best = (step, value)
         self.reached = self._at_goal(named)
+        if self.reached and self.parallel.is_main:
+            name, goal = self.cfg.train.stop_metric, self.cfg.train.stop_value
+            note(f"{name} {named[name]:.4g} reached stop_value {goal:g}: the run ends at step {step} of {self.plan.total_steps}")
 
     def _at_goal(self, metrics: Mapping[str, float]) -> bool:
         goal, name = self.cfg.train.stop_value, self.cfg.train.stop_metric
@@ -180,6 +198,7 @@ class Session:
 
     def _write(self, step: int, metrics: Mapping[str, float], epoch: float) -> None:
         assert self._log is not None, "the session is a context: enter it before logging"
+        self._names |= metrics.keys()
         self._log.log(step, metrics, epoch=epoch, tokens=self.tokens)
 
     # ---- checkpoints
@@ -206,7 +225,8 @@ class Session:
                     "best": self.best,
                     "reached": self.reached,
                     "resumable": not self.cfg.train.save_only_model,
-                    "world_size": self.parallel.world_size,
+                    "layout": self._layout,
+                    "global_batch": self.plan.global_batch,
                 }
                 (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         if self.parallel.is_main:
@@ -221,7 +241,9 @@ class Session:
 
     def finish(self, *, seconds: float, plots: tuple[str, ...]) -> dict[str, float]:
         """Write results, state and plots; returns the results."""
-        results = {f"train_{k}" if k == "loss" else k: v for k, v in self._last.items() if k != "lr" and not k.startswith("eval_")}
+        results = {k: v for k, v in self._last.items() if k not in ("lr", "loss") and not k.startswith("eval_")}
+        if self._losses:
+            results["train_loss"] = sum(self._losses) / len(self._losses)  # the mean over this start's steps, as Transformers has it
         results |= {"epoch": self.schedule.epoch(self.step), "train_runtime": seconds, "num_input_tokens_seen": float(self.tokens)}
         evals = {k: v for k, v in self._last.items() if k.startswith("eval_")}
         if self.parallel.is_main:
@@ -230,7 +252,7 @@ class Session:
                 write_results(self.output_dir, "eval", evals)
             self._write_state(self.step)
             if self.cfg.train.plot_loss:
-                plot_all(self.output_dir, list(plots))
+                plot_all(self.output_dir, [name for name in plots if name in self._names])
         return results | evals
 
     def _write_state(self, step: int) -> None:

@@ -189,9 +189,9 @@ def test_pins_are_the_ones_that_ran_here() -> None:
 
 
 def test_json_of_a_bench_and_its_errors(tmp_path: Path) -> None:
-    from rlmca.bench import BENCHES, run_bench
     from rlmca.bench.base import Bench, parse_extra
     from rlmca.bench.compare import CompareOptions
+    from rlmca.bench.registry import BENCHES, run_bench
     from rlmca.config import ConfigError
 
     with pytest.raises(ConfigError, match="there is: demo"):

@@ -32,7 +32,7 @@ class Nothing:
 def session(output: Path, steps: int) -> Session:
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(output), "max_steps": steps}
     plan = BatchPlan(8, 1, 1, 1, 1, 1, 1, 1, 8, steps)
-    parallel: Any = SimpleNamespace(is_main=True, world_size=1, barrier=lambda: None, any_rank=bool)
+    parallel: Any = SimpleNamespace(is_main=True, tp_size=1, pp_size=1, dp_size=1, barrier=lambda: None, any_rank=bool)
     return Session(make_config(values, env=Environment(use_mca=True)), plan, parallel, best_metric="loss", lower_is_better=True)
 
 

@@ -124,10 +124,20 @@ def test_accuracy_of_replies_stops_the_run_and_the_best_model_is_kept(project: P
     output = tmp_path / "run"
     scored = {"rewards": "exact", "max_new_tokens": 4, "eval_dataset": "add", "eval_strategy": "steps", "eval_steps": 2}
     options = sft_options(project, output, stop_metric="eval_loss", stop_value=2.5, max_steps=60, learning_rate=3e-2, **scored)
-    run("train", options)
+    text = run("train", options)
     lines = log_lines(output, "eval_loss")
     assert lines[-1]["eval_loss"] <= 2.5 and all(line["eval_loss"] > 2.5 for line in lines[:-1])
+    assert "reached stop_value 2.5: the run ends at step" in " ".join(text.split())
+    assert json.loads((output / "train_results.json").read_text())["train_loss"] == pytest.approx(sum(losses(output)) / len(losses(output)))
     assert len(losses(output)) < 60 and {"eval_accuracy", "eval_reward/exact"} <= set(lines[-1])
+
+
+def test_resuming_in_another_layout_is_refused_by_name(project: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = sft_options(project, output, max_steps=4, save_strategy="steps", save_steps=2)
+    run("train", options)
+    text = run("train", {**options, "max_steps": 6, "tensor_model_parallel_size": 2}, status=2, NPROC_PER_NODE="2")
+    assert "resuming in another layout is not in this version" in " ".join(text.split())
 
 
 def test_the_best_model_is_one_that_was_saved(project: Path, tmp_path: Path) -> None:
