@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -54,3 +55,21 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray cluster for all tests of the session that start ranks in it; see `rlmca.workers.cluster.connect`."""
+    import contextlib
+
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+    import ray
+
+    from rlmca.config import Environment, make_config
+    from rlmca.workers.cluster import connect
+
+    cfg = make_config({"model_name_or_path": "m", "dataset": "d", "output_dir": "o"}, env=Environment(use_mca=True))
+    with contextlib.ExitStack() as stack:
+        assert not ray.is_initialized()
+        connect(stack, cfg, 4)
+        yield

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from rlmca.bench.base import Bench
 from rlmca.bench.commands import RLMCA, run_command
-from rlmca.bench.demo import ASSETS, GRPO_YAML, MEGATRON, OUTPUTS, SFT_FOLDER, prepare_assets, train_sft
+from rlmca.bench.demo import ASSETS, GRPO_YAML, MEGATRON, OUTPUTS, SFT_FOLDER, DemoOptions, prepare_assets, train_sft
 from rlmca.config import ConfigError
 from rlmca.observe.console import console
 from rlmca.observe.jsonl import read_lines
@@ -79,7 +79,7 @@ def _model(options: CompareOptions) -> Path:
             raise ConfigError(f"bench demo: model={options.model} is no Hugging Face folder (no config.json)")
         return Path(options.model)
     if not (SFT_FOLDER / "config.json").is_file():
-        train_sft(seed=options.seed)
+        train_sft(DemoOptions(seed=options.seed))
     return SFT_FOLDER
 
 

@@ -7,6 +7,7 @@ Choices are made on the validation questions; the test questions are read once, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import statistics
@@ -44,6 +45,20 @@ class Phase:
     tokens_per_second: float | None
 
 
+@dataclass(frozen=True)
+class DemoOptions:
+    """What of the demo can be chosen. `tp` ranks hold the policy together: torchrun's in the first stage, Ray's in the second."""
+
+    seed: int = 0
+    rollout: str = "local"
+    tp: int = 1
+
+    @property
+    def rollout_settings(self) -> list[str]:
+        """Settings of the commands that write replies."""
+        return [] if self.rollout == "local" else [f"rollout_engine={self.rollout}"]
+
+
 def prepare_assets() -> None:
     """The tiny model and data, made once."""
     if not GRPO_YAML.is_file():
@@ -52,49 +67,53 @@ def prepare_assets() -> None:
         note(f"made the demo's model and data in {ASSETS}")
 
 
-def train_sft(seed: int) -> float:
+def train_sft(options: DemoOptions) -> float:
     """The supervised stage; its wall seconds."""
-    return _train(SFT_YAML, SFT_FOLDER.parent, seed)
+    return _train(SFT_YAML, SFT_FOLDER.parent, options, [])
 
 
-def train_grpo(seed: int) -> float:
+def train_grpo(options: DemoOptions) -> float:
     """The RL stage, from what the supervised stage left; its wall seconds."""
-    return _train(GRPO_YAML, GRPO_FOLDER.parent, seed)
+    return _train(GRPO_YAML, GRPO_FOLDER.parent, options, options.rollout_settings)
 
 
-def _train(yaml: Path, output_dir: Path, seed: int) -> float:
+def _train(yaml: Path, output_dir: Path, options: DemoOptions, extra: list[str]) -> float:
     shutil.rmtree(output_dir, ignore_errors=True)
-    settings = [str(yaml), f"seed={seed}"]
-    return run_command([*RLMCA, "train", *settings], env=MEGATRON, shown=f"rlmca-cli train {' '.join(settings)}")
+    settings = [str(yaml), f"seed={options.seed}", *extra]
+    env = dict(MEGATRON)
+    if options.tp > 1:
+        settings.append(f"tensor_model_parallel_size={options.tp}")
+        env["NPROC_PER_NODE"] = str(options.tp)
+    return run_command([*RLMCA, "train", *settings], env=env, shown=f"rlmca-cli train {' '.join(settings)}")
 
 
-def evaluate(name: str, model: Path) -> tuple[float, Phase]:
+def evaluate(name: str, model: Path, options: DemoOptions) -> tuple[float, Phase]:
     """(accuracy of greedy replies to the test questions, cost)."""
     out = OUTPUTS / "eval" / name
     shutil.rmtree(out, ignore_errors=True)
-    settings = [str(GRPO_YAML), f"model_name_or_path={model}", "eval_dataset=demo_test", f"output_dir={out}"]
+    settings = [str(GRPO_YAML), f"model_name_or_path={model}", "eval_dataset=demo_test", f"output_dir={out}", *options.rollout_settings]
     seconds = run_command([*RLMCA, "eval", *settings], env=MEGATRON, shown=f"rlmca-cli eval {' '.join(settings)}")
     results = json.loads((out / "eval_results.json").read_text(encoding="utf-8"))
     return results["eval_accuracy"], Phase(seconds, results["eval_tokens_per_second"])
 
 
-def run_demo(seed: int) -> dict[str, Any]:
+def run_demo(options: DemoOptions) -> dict[str, Any]:
     """Everything; prints the table, writes `outputs/demo/summary.json` and returns what is in it."""
     prepare_assets()
     (OUTPUTS / "summary.json").unlink(missing_ok=True)  # an interrupted demo leaves no figures of an earlier one
     phases: dict[str, Phase] = {}
-    phases["sft"] = Phase(train_sft(seed), _throughput(SFT_FOLDER.parent))
-    phases["grpo"] = Phase(train_grpo(seed), _throughput(GRPO_FOLDER.parent))
+    phases["sft"] = Phase(train_sft(options), _throughput(SFT_FOLDER.parent))
+    phases["grpo"] = Phase(train_grpo(options), _throughput(GRPO_FOLDER.parent))
     accuracy: dict[str, float] = {}
     for name, model in (("base", BASE_FOLDER), ("sft", SFT_FOLDER), ("grpo", GRPO_FOLDER)):
-        accuracy[name], phases[f"eval_{name}"] = evaluate(name, model)
+        accuracy[name], phases[f"eval_{name}"] = evaluate(name, model, options)
     summary = {
         "accuracy": accuracy,
         "seconds": {name: round(phase.seconds, 2) for name, phase in phases.items()},
         "tokens_per_second": {name: phase.tokens_per_second for name, phase in phases.items()},
         "samples_per_second": samples_per_second(GRPO_FOLDER.parent),
         "hf_folder": str(GRPO_FOLDER),
-        "seed": seed,
+        **dataclasses.asdict(options),
     }
     write_json(OUTPUTS / "summary.json", summary)
     _print(summary, phases)
@@ -140,12 +159,14 @@ def _print(summary: dict[str, Any], phases: dict[str, Phase]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m rlmca.bench.demo [--seed N]`."""
+    """`python -m rlmca.bench.demo [--seed N] [--rollout local|sglang] [--tp N]`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of both trainings (the data stays the same)")
-    seed: int = parser.parse_args(argv).seed
+    parser.add_argument("--rollout", choices=("local", "sglang"), default="local", help="engine that writes the replies")
+    parser.add_argument("--tp", type=int, default=1, help="ranks over which the policy is split")
+    options = DemoOptions(**vars(parser.parse_args(argv)))
     try:
-        run_demo(seed)
+        run_demo(options)
     except KeyboardInterrupt:
         print("demo: interrupted", file=sys.stderr)
         return 130

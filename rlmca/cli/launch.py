@@ -6,6 +6,7 @@ torchrun ends, however it ends, so do the processes below it; the exit status is
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -22,11 +23,15 @@ SHUTDOWN_SECONDS = 300
 
 @dataclass(frozen=True)
 class Launch:
-    """`nproc` processes on this machine, every possible world size (several in an elastic run), and whether torchrun starts them."""
+    """`nproc` processes on this machine, every possible world size (several in an elastic run), and who starts them.
+
+    With neither torchrun nor Ray the run is this process. With `ray` this process executes the loop and Ray starts the ranks.
+    """
 
     nproc: int
     world_sizes: tuple[int, ...]
     torchrun: bool
+    ray: bool = False
 
 
 def local_devices(cfg: RunConfig) -> int:
@@ -39,25 +44,49 @@ def local_devices(cfg: RunConfig) -> int:
 
 
 def plan_launch(cfg: RunConfig, devices: int) -> Launch:
-    """Processes of a run: NPROC_PER_NODE, else one a device, else one. ConfigError when stage grpo would get several."""
-    env = cfg.env
+    """Processes of a run: ray_num_workers or NPROC_PER_NODE, else one a device, else one.
+
+    Several ranks are Ray actors in stage grpo, whose loop is one process, and torchrun's processes in the other stages, unless
+    `use_ray` says otherwise. ConfigError when the environment asks for what the launcher cannot do.
+    """
+    env, processes = cfg.env, cfg.processes
     if env.under_torchrun:
         launch = Launch(nproc=1, world_sizes=(env.world_size or 1,), torchrun=False)
     else:
-        alone = cfg.stage == "grpo" and env.nproc_per_node is None
-        nproc = env.nproc_per_node or (1 if alone else max(1, devices))
+        nproc = env.nproc_per_node or max(1, devices)
         if env.min_nnodes is not None and env.max_nnodes is not None:
             nodes = range(env.min_nnodes, env.max_nnodes + 1)
         else:
             nodes = range(env.nnodes or 1, (env.nnodes or 1) + 1)
         worlds = tuple(n * nproc for n in nodes)
         launch = Launch(nproc=nproc, world_sizes=worlds, torchrun=env.force_torchrun or max(worlds) > 1)
-    if cfg.stage == "grpo" and max(launch.world_sizes) > 1:
-        raise ConfigError(
-            f"RL over several processes: not in this version; {max(launch.world_sizes)} processes are asked for: "
-            "unset NPROC_PER_NODE and NNODES, or set them to 1"
+    several = cfg.stage == "grpo" and (max(launch.world_sizes) > 1 or bool(processes.ray_num_workers))
+    if not (processes.use_ray or several):
+        return launch
+    errors = _ray_errors(cfg)
+    if errors:
+        raise ConfigError(errors)
+    ranks = processes.ray_num_workers or launch.nproc
+    return Launch(nproc=ranks, world_sizes=(ranks,), torchrun=False, ray=True)
+
+
+def _ray_errors(cfg: RunConfig) -> list[str]:
+    env, processes = cfg.env, cfg.processes
+    if env.under_torchrun:
+        return [f"stage {cfg.stage} over {env.world_size} processes of torchrun: its ranks are Ray actors; start it once, without torchrun"]
+    if processes.use_ray is False:
+        return [f"use_ray: false, but stage {cfg.stage} over several processes needs Ray: leave it out, or set NPROC_PER_NODE=1"]
+    errors = []
+    if (env.nnodes or 1) > 1 or env.max_nnodes is not None or env.node_rank:
+        errors.append(
+            "NNODES, NODE_RANK, MIN_NNODES, MAX_NNODES belong to torchrun; on Ray start the run once and write ray_address "
+            "(of a cluster made with `ray start`) and ray_num_workers"
         )
-    return launch
+    if env.force_torchrun:
+        errors.append("FORCE_TORCHRUN=1 and Ray exclude each other: unset it, or set NPROC_PER_NODE=1 and leave use_ray out")
+    if importlib.util.find_spec("ray") is None:
+        errors.append("Ray is not installed, and ranks of this run are Ray actors: pip install 'ray>=2.49'")
+    return errors
 
 
 def torchrun_arguments(launch: Launch, env: Environment) -> list[str]:

@@ -6,6 +6,7 @@ Nothing here imports torch before the configuration is known to be right, so a m
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -110,6 +111,8 @@ def _train(cfg: RunConfig, options: argparse.Namespace, overrides: Sequence[str]
     if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus}: at least 1")
     launch = plan_launch(cfg, local_devices(cfg))
+    if launch.ray:
+        cfg = dataclasses.replace(cfg, ray_ranks=launch.world_sizes[0])
     if options.dry_run:
         from rlmca.planner import dry_run
 

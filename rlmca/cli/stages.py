@@ -65,6 +65,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from rlmca.run.output import OutputDirError
     from rlmca.transfer.hf_folder import HFFolderError
     from rlmca.transfer.source import ModelNotFound
+    from rlmca.workers import WorkerError
 
     return (
         DataError,
@@ -77,4 +78,5 @@ def _user_errors() -> tuple[type[Exception], ...]:
         ModelNotFound,
         BadReward,
         RolloutError,
+        WorkerError,
     )

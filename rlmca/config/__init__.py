@@ -11,6 +11,7 @@ from rlmca.config.errors import ConfigError
 from rlmca.config.export import ExportConfig
 from rlmca.config.foreign import ALIASES, FOREIGN, Foreign
 from rlmca.config.generation import GenerationConfig
+from rlmca.config.huggingface import HuggingFaceConfig
 from rlmca.config.load import load_config, make_config
 from rlmca.config.megatron import MegatronConfig
 from rlmca.config.model import ModelConfig
@@ -30,6 +31,7 @@ __all__ = [
     "ExportConfig",
     "Foreign",
     "GenerationConfig",
+    "HuggingFaceConfig",
     "Key",
     "MegatronConfig",
     "ModelConfig",

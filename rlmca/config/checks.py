@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from rlmca.config import engine_checks, rollout_checks
 from rlmca.config.foreign import ALIASES, FOREIGN
+from rlmca.config.process_checks import process_findings
 from rlmca.config.schema import RunConfig, keys
 from rlmca.config.train import MIN_LR_SCHEDULERS, TrainConfig
 
@@ -19,7 +21,6 @@ SFT_ONLY = ("gradient_accumulation_steps", "cutoff_len", "train_on_prompt", "mas
 GRPO_ONLY = (*(name for name, key in keys().items() if key.section == "rl"), "ref_model")
 GENERATION_ONLY = tuple(name for name, key in keys().items() if key.section in ("generation", "rewards", "rollout"))
 EXPORT_ONLY = ("export_dir", "export_legacy_format")
-MEGATRON_ONLY = tuple(name for name, key in keys().items() if key.section == "megatron")
 GRPO_REFUSES = {
     "gradient_accumulation_steps": "stage grpo derives it from mini_batch_size and per_device_train_batch_size; leave it out",
     "val_size": "stage grpo holds nothing out of its prompts; write eval_dataset",
@@ -29,11 +30,14 @@ GRPO_REFUSES = {
 def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
     """Every contradiction of a configuration for a command."""
     yield from _needed(cfg, command)
-    yield from _engine(cfg, command)
+    yield from engine_checks.findings(cfg, command)
     yield from _data(cfg)
     yield from _training(cfg)
-    yield from _megatron(cfg)
-    yield from _additional_configs(cfg)
+    if cfg.engine != "huggingface":  # there these keys are refused as a whole
+        yield from _megatron(cfg)
+        yield from _additional_configs(cfg)
+    yield from process_findings(cfg)
+    yield from rollout_checks.findings(cfg)
     if command == "train":
         yield from _evaluation(cfg)
         yield from _stage(cfg)
@@ -63,6 +67,7 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
             yield from idle(("debug_interval",), "debug_mode is false")
         if cfg.generation.top_p < 1 or cfg.generation.top_k > 0:
             yield "top_p and top_k shape sampling, but the ratio of the loss uses log-probabilities before them: the update is then biased"
+    yield from rollout_checks.notes(cfg)
     yield from idle(EXPORT_ONLY, "the command export uses it")
     if cfg.train.save_strategy != "steps":
         yield from idle(("save_steps",), f"save_strategy is {cfg.train.save_strategy}")
@@ -91,20 +96,6 @@ def _needed(cfg: RunConfig, command: str) -> Iterator[Finding]:
         yield from need("rewards", cfg.rewards.rewards, "write the functions that score replies, for example rewards: math")
     if command == "export":
         yield from need("export_dir", cfg.export.export_dir, "write the folder to export to")
-
-
-def _engine(cfg: RunConfig, command: str) -> Iterator[Finding]:
-    wants = cfg.model.use_mca
-    if wants is not None and wants != cfg.env.use_mca:
-        yield ("use_mca",), f"use_mca: {str(wants).lower()} and the environment disagree: set USE_MCA={int(wants)}"
-    if cfg.train.fp16:
-        yield ("fp16",), "fp16: float16 is not in this version; write bf16: true, or leave it out for float32"
-    if command != "train" or cfg.env.use_mca:
-        return
-    given = [name for name in MEGATRON_ONLY if name in cfg.given]
-    if given:
-        yield (), f"{', '.join(given)}: only the Megatron engine has {'these keys' if len(given) > 1 else 'this key'}: set USE_MCA=1"
-    yield (), "Hugging Face engine: not in this version, set USE_MCA=1"
 
 
 def _data(cfg: RunConfig) -> Iterator[Finding]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlmca.config.rewards import REGISTERED_REWARDS, REWARDS_LATER, RewardSpec
 from rlmca.config.schema import Key
+from rlmca.config.sglang import LATER, SglangOptions, SyncOptions
 
 _TRUE = {"true", "yes", "on", "y", "t", "1"}
 _FALSE = {"false", "no", "off", "n", "f", "0"}
@@ -168,7 +171,61 @@ def _reward(entry: Any) -> RewardSpec:
     return RewardSpec(name, weight, {str(k): v for k, v in options.items()})
 
 
-_SPECIAL = {
+def _options(cls: type) -> Callable[[Any], Any]:
+    """A mapping to a dataclass of options, each checked like a key of its own."""
+
+    def make(value: Any) -> Any:
+        if value is None or value == "":
+            return cls()
+        if not isinstance(value, dict):
+            raise Unfit("expected `name: value` pairs")  # the value may be a secret in the wrong place
+        hints, fresh = typing.get_type_hints(cls), cls()
+        parts = {f.name: Key(f.name, "rollout", hints[f.name], getattr(fresh, f.name), f.metadata["rule"]) for f in dataclasses.fields(cls)}
+        problems, made = [], {}
+        for name, item in value.items():
+            part = parts.get(str(name))
+            try:
+                if part is None:
+                    problems.append(_no_part(cls, str(name), parts))
+                else:
+                    made[part.name] = convert(part, item)
+            except Unfit as error:
+                problems.append(f"{name}: {'does not fit: write text' if part and part.rule.secret else error}")
+        if problems:
+            raise Unfit("; ".join(problems))
+        return cls(**made)
+
+    return make
+
+
+def _no_part(cls: type, name: str, parts: Iterable[str]) -> str:
+    if name in LATER.get(cls, {}):
+        return f"{name}: {LATER[cls][name]}"
+    close = nearest(name, parts)
+    return f"{name}: unknown" + (f", did you mean {close}?" if close else f"; known: {', '.join(parts)}")
+
+
+def _urls(value: Any) -> list[str]:
+    made: list[str] = []
+    for text in _to_list(value, True):
+        try:
+            url = urlsplit(text)
+            port_is_good = url.port != 0
+        except ValueError:
+            url, port_is_good = urlsplit(""), False
+        if url.username or url.password:
+            raise Unfit("an address holds a name or a password: write sglang: {api_key: ...}")
+        beyond = url.path.strip("/") or url.query or url.fragment
+        if url.scheme not in ("http", "https") or not url.hostname or beyond or not port_is_good:
+            raise Unfit(f"{text!r} is not an address: write http://host:port")
+        text = text.rstrip("/")
+        if text in made:
+            raise Unfit(f"{text} is named twice")
+        made.append(text)
+    return made
+
+
+_SPECIAL: dict[str, Callable[[Any], Any]] = {
     "logging_steps": _steps,
     "save_steps": _steps,
     "eval_steps": _steps,
@@ -176,4 +233,7 @@ _SPECIAL = {
     "resume_from_checkpoint": _resume,
     "rollout_engine": _engine_name,
     "rewards": _rewards,
+    "sglang": _options(SglangOptions),
+    "sglang_base_urls": _urls,
+    "sync": _options(SyncOptions),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from typing import Any
@@ -32,7 +33,8 @@ def describe(name: str) -> list[str]:
 
 def _honoured(key: Key) -> list[str]:
     rule = key.rule
-    default = "not set" if key.default is None or key.default == [] or key.default == {} else key.default
+    unset = key.default is None or key.default == [] or key.default == {} or dataclasses.is_dataclass(key.default)
+    default = "not set" if unset else key.default
     lines = [f"{key.name} ({key.section} key)", f"  {rule.doc}", f"  type: {type_name(key.type)}, default: {_text(default)}"]
     if rule.choices:
         lines.append(f"  one of: {', '.join(_text(c) for c in rule.choices)}")
@@ -43,6 +45,8 @@ def _honoured(key: Key) -> list[str]:
     ]
     if bounds:
         lines.append(f"  {', '.join(bounds)}")
+    if dataclasses.is_dataclass(key.type):
+        lines += [f"  {f.name}: {f.metadata['rule'].doc}" for f in dataclasses.fields(key.type)]
     return lines + [f"  refused: {reason}" for reason in dict.fromkeys(rule.refused.values())]
 
 
@@ -52,7 +56,7 @@ def type_name(kind: Any) -> str:
         return type_name(next(k for k in typing.get_args(kind) if k is not type(None)))
     if typing.get_origin(kind) is list:
         return "list"
-    if typing.get_origin(kind) is dict:
+    if typing.get_origin(kind) is dict or dataclasses.is_dataclass(kind):
         return "name: value pairs"
     return {bool: "true or false", int: "whole number", float: "number", str: "text"}[kind]
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from rlmca.config import checks
+from rlmca.config.engine_checks import HUGGINGFACE_ONLY, MEGATRON_ONLY
 from rlmca.config.reading import scalar_resolvers
-from rlmca.config.rewards import RewardSpec
 from rlmca.config.schema import RunConfig, keys
 
 _SECRET_NAMES = {"api_key", "token", "hf_token", "hub_token", "access_token", "auth_token", "password", "secret"}
@@ -23,10 +23,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def to_yaml(cfg: RunConfig) -> str:
-    """YAML that loads back to an equal configuration (secrets apart); keys of the other stage are left out."""
+    """YAML that loads back to an equal configuration (secrets apart); keys of the other stage and of other engines are left out."""
     skipped = set(checks.GRPO_ONLY if cfg.stage == "sft" else checks.SFT_ONLY)
     if cfg.engine != "megatron":
-        skipped |= set(checks.MEGATRON_ONLY)
+        skipped |= set(MEGATRON_ONLY)
+    if cfg.engine != "huggingface":
+        skipped |= set(HUGGINGFACE_ONLY)
     values: dict[str, Any] = {"stage": cfg.stage}
     for name, key in keys().items():
         if name == "stage" or name in skipped or key.rule.secret:
@@ -38,7 +40,7 @@ def to_yaml(cfg: RunConfig) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, RewardSpec):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items() if not (isinstance(v, str) and str(k).lower() in _SECRET_NAMES)}

@@ -89,7 +89,7 @@ def _build(fitted: Mapping[str, Any], env: Environment, command: str) -> RunConf
     sections = {
         section: cls(**{f.name: fitted[f.name] for f in dataclasses.fields(cls) if f.name in fitted}) for section, cls in SECTIONS.items()
     }
-    engine = "megatron" if env.use_mca or command == "train" else "none"
+    engine = "megatron" if env.use_mca else "huggingface" if command == "train" else "none"
     given = frozenset(name for name, value in fitted.items() if value is not None)
     return RunConfig(stage=fitted.get("stage", "sft"), engine=engine, env=env, given=given, **sections)
 

@@ -21,11 +21,9 @@ class ModelConfig:
     template: str | None = option(None, "Name of a chat template; the tokenizer's own template when not set.")
     flash_attn: str = option(
         "auto",
-        "Attention kernel. auto: the engine takes the fastest it has.",
-        choices=("auto",),
-        refused={
-            k: f"{k}: the choice of a kernel is not in this version; write flash_attn: auto" for k in ("fa2", "fa3", "sdpa", "disabled")
-        },
+        "Attention kernel of training. auto: the engine takes the fastest it has, and Megatron always does; Hugging Face engine: "
+        "sdpa is torch's, disabled is plain matrix products, fa2 and fa3 are FlashAttention's packages.",
+        choices=("auto", "sdpa", "disabled", "fa2", "fa3"),
     )
     finetuning_type: str = option(
         "full",

@@ -14,8 +14,10 @@ from rlmca.config.environment import Environment
 from rlmca.config.export import ExportConfig
 from rlmca.config.fields import Rule, option
 from rlmca.config.generation import GenerationConfig
+from rlmca.config.huggingface import HuggingFaceConfig
 from rlmca.config.megatron import MegatronConfig
 from rlmca.config.model import ModelConfig
+from rlmca.config.processes import ProcessesConfig
 from rlmca.config.rewards import RewardsConfig
 from rlmca.config.rl import RLConfig
 from rlmca.config.rollout import RolloutConfig
@@ -40,21 +42,25 @@ class StageConfig:
 class RunConfig:
     """A checked configuration. A flat YAML key is a field of exactly one section.
 
-    `engine` is megatron for training; the commands that need no training engine have none without USE_MCA=1.
+    `engine` is megatron with USE_MCA=1, else huggingface for training; commands that need no training engine then have none.
+    `ray_ranks` is the number of Ray actors that hold the models; None: the processes that execute the loop hold them.
     `given` holds the keys that the file and the overrides set, `notes` one sentence per key without effect.
     """
 
     stage: str = "sft"
     engine: str = "megatron"
+    ray_ranks: int | None = field(default=None, compare=False)
     env: Environment = field(default_factory=Environment)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    huggingface: HuggingFaceConfig = field(default_factory=HuggingFaceConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -65,10 +71,12 @@ SECTIONS: Mapping[str, type] = {
     "data": DataConfig,
     "train": TrainConfig,
     "megatron": MegatronConfig,
+    "huggingface": HuggingFaceConfig,
     "generation": GenerationConfig,
     "rl": RLConfig,
     "rewards": RewardsConfig,
     "rollout": RolloutConfig,
+    "processes": ProcessesConfig,
     "export": ExportConfig,
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
-from rlmca.transfer.stream import LiveWeights
+from rlmca.transfer.stream import Weights
 from rlmca.types import Batch
 
 
@@ -29,8 +29,8 @@ class Engine(Protocol):
         """Log-probabilities (and entropy, nats) of the batch's targets, [B, T], zero elsewhere; without gradient."""
         ...
 
-    def weights(self) -> LiveWeights:
-        """The live parameters with the layout that says what they are."""
+    def weights(self) -> Weights:
+        """The live weights, to be read as Hugging Face tensors."""
         ...
 
     def save(self, path: Path) -> None:

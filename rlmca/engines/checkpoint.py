@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rlmca.models.policy import PolicyModel
 from rlmca.parallel.groups import Parallel
+from rlmca.transfer.hf_folder import HFFolderError
 
 
 def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: Parallel) -> None:
@@ -43,8 +44,11 @@ def load_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: 
 
     A folder of weights alone makes the optimizer begin anew from them: no moments, fp32 masters equal to the weights. Random
     states are restored when ranks in the same layout wrote them; in another layout ranks that must draw differently might
-    get equal states, so they go on from the run's seed.
+    get equal states, so they go on from the run's seed. HFFolderError for a folder of another kind.
     """
+    if not (path / "weights").is_dir():
+        hint = ": the Hugging Face engine wrote it, unset USE_MCA" if (path / "config.json").is_file() else ""
+        raise HFFolderError(f"{path} is no checkpoint of the Megatron engine{hint}")
     stored = optimizer if "optimizer" in dist_checkpointing.load_common_state_dict(str(path / "weights")) else None
     state = dist_checkpointing.load(_sharded(model, stored, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(state["model"])

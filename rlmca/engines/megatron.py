@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -23,14 +22,13 @@ from rlmca.engines.checkpoint import load_state, save_state
 from rlmca.engines.microbatch import micro_batches
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
+from rlmca.engines.step import NOTHING_LIVE, Collected, global_counts, reduce_metrics, token_outputs
 from rlmca.layouts import Coord, ModelLayout, Topology
 from rlmca.models.build import build_policy, wrap_data_parallel
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.load import load_ranks
 from rlmca.transfer.stream import LiveWeights
 from rlmca.types import Batch
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class MegatronEngine:
@@ -67,72 +65,40 @@ class MegatronEngine:
 
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
         """One optimizer step; see `Engine.train_batch`."""
-        counts = self._global_counts(batch, loss)
+        counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
-            return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0}
+            return dict(NOTHING_LIVE)
         pieces = micro_batches(batch, self.options.micro_batch_size, self.parallel, sequence_parallel=self.options.build.sequence_parallel)
-        self.compute_gradients(pieces, loss, counts)
-        metrics = self._reduce_metrics(self._collected)
+        metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
         finite = all(math.isfinite(value) for value in metrics.values())
         grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
         self._gather_pending = stepped and self.options.data_parallel.overlap_param_gather
         return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
 
-    def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> None:
+    def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches, gradients reduced over ranks and left in Megatron's buffers."""
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         # Megatron divides by the number of micro-batches and DDP by the data-parallel size; the loss is normalised already
         scale = len(pieces) * self.parallel.dp_size
-        self._collected: list[tuple[Tensor, Metrics]] = []
+        collected: Collected = []
 
         def forward(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
             piece = next(iterator)
 
             def finish(raw_2N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                value, metrics = loss.terms(_token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
+                value, metrics = loss.terms(token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
                 if not raw_2N.shape[1]:
                     value = value + raw_2N.sum()  # no target: keep the graph, pipeline stages wait for its gradient
-                self._collected.append((value.detach().clone(), metrics))
+                collected.append((value.detach().clone(), metrics))
                 return value * scale, {}
 
             return model(piece.ids_BT, piece.mask_BT, loss.temperature), finish
 
         self._run(forward, pieces, forward_only=False)
         self._gather_pending = False
-
-    def _global_counts(self, batch: Batch, loss: Loss) -> dict[str, Tensor]:
-        """The loss's denominators over all ranks' shares: summed once a step, before the first forward."""
-        counts = loss.counts(batch)
-        total = self.parallel.dp_sum(torch.stack([c.double().cpu() for c in counts.values()]).to(self.parallel.device))
-        return dict(zip(counts, total.unbind(), strict=True))
-
-    def _reduce_metrics(self, collected: list[tuple[Tensor, Metrics]]) -> dict[str, float]:
-        """Sum (or maximum) over micro-batches and data-parallel ranks, divided at the end; the same on every rank."""
-        result: dict[str, float] = {}
-        if parallel_state.is_pipeline_last_stage():
-            names = sorted(collected[0][1])
-            if names:
-                stacked = torch.stack([torch.stack([torch.stack(m[n]).double() for n in names]) for _, m in collected])
-                sums = self.parallel.dp_sum(stacked.sum(0))
-                tops = self.parallel.dp_max(stacked[..., 0].amax(0))
-                for name, (total, count), top in zip(names, sums.tolist(), tops.tolist(), strict=True):
-                    if name.endswith("_max"):
-                        result[name] = top
-                    elif count:
-                        result[name] = total / count
-            value = self.parallel.dp_sum(torch.stack([v.double() for v, _ in collected]).sum().reshape(1))
-            result["loss"] = float(value)
-        if self.parallel.pp_size > 1:
-            box = [result]
-            dist.broadcast_object_list(
-                box,
-                src=parallel_state.get_pipeline_model_parallel_last_rank(),
-                group=parallel_state.get_pipeline_model_parallel_group(),
-            )
-            result = box[0]
-        return result
+        return collected
 
     # ---- inference
 
@@ -209,10 +175,3 @@ class MegatronEngine:
         """See `Engine.load`."""
         load_state(path, self.policy, self.optimizer, self.parallel)
         self._gather_pending = False  # what the last step left to be gathered is overwritten
-
-
-def _token_outputs(raw_2N: Tensor, batch: Batch, entropy: bool) -> TokenOutputs:
-    """[2, N] of the targets in row-major order -> [B, T], zero elsewhere, differentiable."""
-    zeros_BT = raw_2N.new_zeros(batch.mask_BT.shape)
-    logp_BT = zeros_BT.masked_scatter(batch.mask_BT, raw_2N[0])
-    return TokenOutputs(logp_BT=logp_BT, entropy_BT=zeros_BT.masked_scatter(batch.mask_BT, raw_2N[1]) if entropy else None)

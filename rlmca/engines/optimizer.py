@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from rlmca.engines.adam import install_torch_adam
 from rlmca.engines.options import OptimizerOptions
-from rlmca.models.build import DataParallelOptions
+from rlmca.models.options import DataParallelOptions
 
 
 def build_optimizer(

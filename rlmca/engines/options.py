@@ -1,10 +1,10 @@
-"""What the Megatron engine is told to do."""
+"""What engines are told to do; plain values, none of which needs megatron."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlmca.models.build import BuildOptions, DataParallelOptions
+from rlmca.models.options import BuildOptions, DataParallelOptions
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,32 @@ class EngineOptions:
 
     build: BuildOptions = field(default_factory=BuildOptions)
     data_parallel: DataParallelOptions = field(default_factory=DataParallelOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    micro_batch_size: int = 1
+    """Rows of one forward and backward."""
+    eval_batch_size: int = 8
+    """Rows of one forward without gradient."""
+    save_optimizer: bool = True
+    """False: checkpoints hold the weights alone."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceOptions:
+    """Everything a `HuggingFaceEngine` needs besides the model's folder and the process groups."""
+
+    bf16: bool = False
+    """Forward and backward under autocast to bfloat16, weights and optimizer in float32; otherwise float32 throughout."""
+    attention: str | None = None
+    """Transformers' `attn_implementation`; None: what it takes by itself."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in the backward pass."""
+    use_reentrant: bool = False
+    """Which of torch's two implementations of that."""
+    find_unused_parameters: bool = False
+    """Data parallelism: look for parameters that a forward did not use."""
+    bucket_cap_mb: int | None = None
+    """Data parallelism: most MiB of gradients in one reduction; None: torch's default."""
+    trust_remote_code: bool = False
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     micro_batch_size: int = 1
     """Rows of one forward and backward."""

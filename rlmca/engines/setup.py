@@ -1,47 +1,63 @@
-"""From a run's configuration to an engine."""
+"""From a run's configuration to process groups and engines."""
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmca.config import RunConfig
-from rlmca.engines.options import EngineOptions, OptimizerOptions
-from rlmca.models.build import BuildOptions, DataParallelOptions
+from rlmca.engines.base import Engine
+from rlmca.parallel import groups
+from rlmca.parallel.groups import Parallel
+from rlmca.transfer.source import read_hf_config
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# Engines are imported where one is chosen: a run on one of them must not need what the other is built on.
 
 
-def engine_options(cfg: RunConfig) -> EngineOptions:
-    """The engine's part of a run configuration.
+def start_parallel(cfg: RunConfig, *, rank: int, world_size: int, local_rank: int, store: Store | None = None) -> Parallel:
+    """The process groups of the run's engine; without a `store` the rendezvous is torchrun's."""
+    seed, timeout_s = cfg.train.seed, cfg.train.ddp_timeout
+    if cfg.engine == "huggingface":
+        return groups.start(rank=rank, world_size=world_size, local_rank=local_rank, seed=seed, timeout_s=timeout_s, store=store)
+    from rlmca.parallel import megatron
 
-    In RL the log-probs of the old policy run in the update's own micro-batches, so that the first ratio is exactly 1.
-    """
-    megatron, train = cfg.megatron, cfg.train
-    on_policy = cfg.stage == "grpo"
-    return EngineOptions(
-        build=BuildOptions(
-            dtype=torch.bfloat16 if train.bf16 else torch.float32,
-            transformer_impl=megatron.transformer_impl,  # type: ignore[arg-type]
-            sequence_parallel=megatron.sequence_parallel,
-            recompute_granularity=megatron.recompute_granularity,
-            recompute_method=megatron.recompute_method,
-            recompute_num_layers=megatron.recompute_num_layers,
-            recompute_modules=megatron.recompute_modules,
-            bias_activation_fusion=megatron.bias_activation_fusion,
-            additional_configs=dict(megatron.additional_configs or {}),
-        ),
-        data_parallel=DataParallelOptions(
-            use_distributed_optimizer=megatron.use_distributed_optimizer,
-            overlap_grad_reduce=megatron.overlap_grad_reduce,
-            overlap_param_gather=megatron.overlap_param_gather,
-            accumulate_allreduce_grads_in_fp32=megatron.accumulate_allreduce_grads_in_fp32,
-        ),
-        optimizer=OptimizerOptions(
-            weight_decay=train.weight_decay,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            adam_epsilon=train.adam_epsilon,
-            max_grad_norm=train.max_grad_norm,
-        ),
-        micro_batch_size=train.per_device_train_batch_size,
-        eval_batch_size=train.per_device_train_batch_size if on_policy else train.per_device_eval_batch_size,
-        save_optimizer=not train.save_only_model,
+    return megatron.start(
+        tp=cfg.megatron.tensor_model_parallel_size,
+        pp=cfg.megatron.pipeline_model_parallel_size,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        seed=seed,
+        timeout_s=timeout_s,
+        store=store,
     )
+
+
+def end_parallel(cfg: RunConfig) -> None:
+    """End what `start_parallel` started."""
+    if cfg.engine == "huggingface":
+        groups.close()
+        return
+    from rlmca.parallel import megatron
+
+    megatron.close()
+
+
+def build_engine(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable: bool = True) -> Engine:
+    """A model with the weights of the Hugging Face folder; with `train_from_scratch` what is trained gets fresh ones."""
+    fresh = trainable and cfg.model.train_from_scratch
+    if cfg.engine == "huggingface":
+        from rlmca.engines.huggingface import HuggingFaceEngine
+        from rlmca.engines.huggingface_setup import huggingface_options
+
+        return HuggingFaceEngine(folder, parallel, huggingface_options(cfg), fresh=fresh, trainable=trainable)
+    from rlmca.engines.megatron import MegatronEngine
+    from rlmca.engines.megatron_setup import engine_options
+    from rlmca.layouts import ModelLayout
+    from rlmca.models.spec import choose_spec
+
+    layout = ModelLayout(read_hf_config(folder), spec=choose_spec(cfg.megatron.transformer_impl))
+    return MegatronEngine(layout, parallel, engine_options(cfg), folder=None if fresh else folder, trainable=trainable)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.models.options import BuildOptions, DataParallelOptions
 from rlmca.models.policy import PolicyModel
 from rlmca.models.spec import block_spec, choose_spec
 from rlmca.parallel import platform
@@ -20,35 +20,6 @@ from rlmca.parallel import platform
 HONOURED = ("attention_dropout", "hidden_dropout", "bias_dropout_fusion", "masked_softmax_fusion", "embedding_init_method_std")
 """Fields of `additional_configs` that may change. Megatron itself or the parts in this package follow them (attention never
 holds a whole matrix of scores, so `masked_softmax_fusion` asks for what is done anyway)."""
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What the run, not the checkpoint, says about a model."""
-
-    dtype: torch.dtype = torch.float32
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    sequence_parallel: bool = False
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: list[str] | None = None
-    bias_activation_fusion: bool = False
-    init_weights: bool = False
-    """Draw initial weights instead of leaving them for a checkpoint to fill. An engine without a folder sets it."""
-    additional_configs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of TransformerConfig, by Megatron's names: those in `HONOURED`, others only at the value they have."""
-
-
-@dataclass(frozen=True)
-class DataParallelOptions:
-    """How gradients and optimizer states are kept over data-parallel ranks (Megatron's names)."""
-
-    use_distributed_optimizer: bool = True
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    accumulate_allreduce_grads_in_fp32: bool = True
-    ddp_bucket_size: int | None = None
 
 
 def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Topology) -> TransformerConfig:

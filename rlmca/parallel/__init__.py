@@ -1,6 +1,5 @@
-"""Platform (CUDA or CPU), process groups and seeds. Importing this package makes megatron-core importable anywhere."""
+"""Platform (CUDA or CPU), process groups and seeds; with `parallel.megatron`, Megatron's layouts over them."""
 
-from rlmca.parallel.platform import install_platform, quiet_megatron
+from rlmca.parallel.platform import quiet_megatron
 
-quiet_megatron()
-install_platform()
+quiet_megatron()  # before anything imports megatron; `parallel.megatron` installs the platform

@@ -155,6 +155,7 @@ def quiet_megatron() -> None:
         "The .grad attribute of a Tensor that is not a leaf.*",
         ".*(reduce_scatter_tensor|all_gather_into_tensor|load_state_dict). is deprecated.*",
         ".*ShardedTensor.*deprecated.*",
+        ".*deprecating ShardedTensor.*",
         ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from rlmca.config import ConfigError, RunConfig, batch_plan, layout_errors
 from rlmca.data import DataError, check_sources, template_errors
+from rlmca.engines.huggingface_setup import setup_errors
 from rlmca.layouts import ModelLayout, Topology
 from rlmca.observe.trackers import check_report_to
 from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
 from rlmca.rewards import build_rewards
+from rlmca.rollout.sglang.environment import resolve_engine
 from rlmca.run.lr import LearningRate
 from rlmca.transfer.source import resolve_model
 
@@ -21,11 +23,14 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
     fits = not errors
     try:
         hf_config = read_hf_config(cfg.model)
-        if hf_config is not None:
+        if cfg.engine == "huggingface":
+            errors += setup_errors(cfg, hf_config)
+        elif hf_config is not None:
             layout = ModelLayout(hf_config)
             topology = Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size)
             layout.check(topology)
             errors += _additional_errors(cfg, layout, topology)
+        if hf_config is not None:
             errors += _export_errors(cfg)
     except ConfigError as error:
         errors += error.errors
@@ -36,6 +41,7 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
     errors += check_report_to(cfg.train.report_to)
     if cfg.stage == "grpo":
         errors += _reward_errors(cfg)
+        errors += _rollout_errors(cfg)
     sources = check_sources(cfg.data)
     errors += sources
     if not sources and fits:
@@ -47,7 +53,7 @@ def _additional_errors(cfg: RunConfig, layout: ModelLayout, topology: Topology) 
     if not cfg.megatron.additional_configs:
         return []
     # Imported here because megatron takes seconds and most runs have no such fields.
-    from rlmca.engines.setup import engine_options
+    from rlmca.engines.megatron_setup import engine_options
     from rlmca.models.build import transformer_config
 
     try:
@@ -82,6 +88,14 @@ def _reward_errors(cfg: RunConfig) -> list[str]:
         build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout).close()
     except ValueError as error:
         return [f"rewards: {error}"]
+    return []
+
+
+def _rollout_errors(cfg: RunConfig) -> list[str]:
+    try:
+        resolve_engine(cfg)
+    except ConfigError as error:
+        return error.errors
     return []
 
 

@@ -30,10 +30,10 @@ def dry_run(cfg: RunConfig, world_size: int, console: Console | None = None) -> 
 
 def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     megatron = cfg.megatron
-    layout = (
-        f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size} "
-        f"x data {world_size // model_parallel_size(cfg)} = {world_size} processes"
-    )
+    split = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size} x "
+    kind = "processes" if cfg.ray_ranks is None else "Ray actors"
+    data = f"data {world_size // model_parallel_size(cfg)} = {world_size} {kind}"
+    layout = data if cfg.engine == "huggingface" else split + data
     return [
         ("stage", cfg.stage),
         ("model", cfg.model.model_name_or_path),
@@ -76,7 +76,12 @@ def _parameter_lines(cfg: RunConfig) -> list[tuple[str, str]]:
     if hf_config is None:
         return [("parameters", "known once the model's config.json is fetched from the hub")]
     topology = Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size)
-    total, ranks = rank_parameters(hf_config, topology)
+    try:
+        total, ranks = rank_parameters(hf_config, topology)
+    except ValueError:
+        if cfg.engine != "huggingface":
+            raise
+        return [("parameters", "known once the model is loaded")]  # Transformers has far more families than there are layouts here
     lines = [("parameters", f"{total:,}")]
     if len(ranks) > 1:
         lines += [(f"  tensor {rank.coord.tp}, pipeline {rank.coord.pp}", f"{rank.parameters:,}") for rank in ranks]

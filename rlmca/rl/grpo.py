@@ -1,29 +1,32 @@
-"""Stage grpo: group-relative policy optimisation with rollouts by the local engine."""
+"""Stage grpo: group-relative policy optimisation."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts
-from rlmca.parallel import groups
 from rlmca.rewards import build_rewards
 from rlmca.rl.loop import Roles, run_loop
 from rlmca.rl.update import policy_options
 from rlmca.run.evaluate import evaluate_policy
-from rlmca.run.roles import build_role, export_policy, say, start_parallel
+from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.rollouts import RolloutWriter
 from rlmca.run.session import Session
-from rlmca.run.source import local_engine, open_source, sampling_params
+from rlmca.run.source import open_source, rollout_engine, sampling_params
 from rlmca.transfer.source import resolve_model
 
 
 def run(cfg: RunConfig) -> dict[str, float]:
     """Train as the configuration says; returns the results that are written to `all_results.json`."""
     policy_options(cfg)  # contradictory options are refused before anything is loaded
-    parallel = start_parallel(cfg)
-    rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
-    try:
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(contextlib.closing(start_ranks(cfg)))
+        rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+        stack.callback(rewards.close)
+        parallel = ranks.loop
         source = open_source(cfg)
         seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
         hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
@@ -31,18 +34,19 @@ def run(cfg: RunConfig) -> dict[str, float]:
         prompts = load_prompts(cfg.data, source.template, longest, log=say(parallel), seed=seed, hub=hub)
         evals = cfg.data.eval_dataset
         held_out = load_prompts(cfg.data, source.template, longest, evals, say(parallel), seed=seed, hub=hub) if evals else None
-        plan = batch_plan(cfg, parallel.world_size, len(prompts))
-        session = Session(cfg, plan, parallel, best_metric="accuracy", lower_is_better=False)
+        plan = batch_plan(cfg, math.prod(ranks.sizes), len(prompts))
+        session = Session(cfg, plan, ranks, best_metric="accuracy", lower_is_better=False)
         order = ShuffledOrder(
             len(prompts), plan.global_batch, seed, shuffle=not cfg.data.disable_shuffling, fingerprint=prompts.fingerprint
         )
-        policy = build_role(cfg, source.folder, parallel)
+        policy = ranks.build("policy", source.folder)
         session.restore(policy, order)
         reference = None
         if cfg.rl.kl_coef > 0:
             folder = source.folder if cfg.model.ref_model is None else resolve_model(cfg.model.ref_model, cfg.model)
-            reference = build_role(cfg, folder, parallel, trainable=False)
-        rollout = local_engine(cfg, source, policy.weights().dtype, parallel.device)
+            reference = ranks.build("reference", folder, trainable=False)
+        rollout = rollout_engine(cfg, source, parallel.device, session.output_dir / "sglang")
+        stack.callback(rollout.close)
 
         def score_held_out() -> dict[str, float]:
             assert held_out is not None
@@ -72,6 +76,3 @@ def run(cfg: RunConfig) -> dict[str, float]:
                 say(parallel)(f"Hugging Face model: {exported}")
         plots = ("loss", "reward", "reply_length", "entropy", "kl", "eval_accuracy")
         return session.finish(seconds=time.perf_counter() - start, plots=plots)
-    finally:
-        rewards.close()
-        groups.close()

@@ -22,7 +22,6 @@ from rlmca.rollout.samples import sample_replies
 from rlmca.run.rollouts import RolloutWriter
 from rlmca.run.session import Session
 from rlmca.run.timing import Stopwatch
-from rlmca.transfer.stream import hf_tensors
 from rlmca.workers import WorkerGroup
 
 
@@ -83,4 +82,4 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
 
 def sync_weights(roles: Roles, version: int) -> None:
     """The policy's live weights into the rollout engine, under the number of the step that made them."""
-    roles.rollout.update_weights(hf_tensors(roles.policy.weights()), version)
+    roles.rollout.update_weights(roles.policy.hf_tensors(), version)

@@ -23,6 +23,7 @@ from rlmca.rollout.attention import GROUPED_ATTENTION, register_grouped_attentio
 from rlmca.rollout.base import Reply, Request, RolloutError, SamplingParams
 from rlmca.rollout.cache import RowCache, repeats, select_rows
 from rlmca.rollout.chunks import Piece, plan_chunks
+from rlmca.rollout.requests import check_requests
 from rlmca.rollout.sampling import choose
 from rlmca.transfer.module import copy_to_module
 
@@ -83,27 +84,16 @@ class LocalEngine:
         """Replies to every request, `result[i][k]` for `requests[i].seeds[k]`."""
         if self._version < 0:
             raise RolloutError("the local rollout engine has no weights: call update_weights before generate")
-        self._check(requests, params)
+        config = self.module.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None)
+        limit = "the model's max_position_embeddings"
+        check_requests(requests, params, vocab_size=config.vocab_size, longest=longest, limit=limit)
         replies: list[list[Reply]] = [[] for _ in requests]
         pieces = plan_chunks([len(r.prompt_ids) for r in requests], [len(r.seeds) for r in requests], self.rollout_batch)
         for chunk in pieces:
             for piece, group in zip(chunk, self._generate_chunk(requests, chunk, params), strict=True):
                 replies[piece.request].extend(group)
         return replies
-
-    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        config = self.module.config.get_text_config(decoder=True)
-        limit = getattr(config, "max_position_embeddings", None)
-        for i, request in enumerate(requests):
-            if len(request.prompt_ids) == 0:
-                raise RolloutError(f"request {i} has an empty prompt")
-            if limit is not None and len(request.prompt_ids) + params.max_new_tokens > limit:
-                raise RolloutError(
-                    f"request {i}: {len(request.prompt_ids)} prompt tokens and max_new_tokens {params.max_new_tokens} exceed the model's "
-                    f"max_position_embeddings {limit}: lower max_prompt_len or max_new_tokens"
-                )
-            if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < config.vocab_size):
-                raise RolloutError(f"request {i} holds a token id outside the model's vocabulary of {config.vocab_size}")
 
     def _generate_chunk(self, requests: Sequence[Request], chunk: Sequence[Piece], params: SamplingParams) -> list[list[Reply]]:
         prompts = [requests[piece.request].prompt_ids for piece in chunk]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,11 +21,10 @@ from rlmca.observe.console import console as run_console
 from rlmca.observe.console import note
 from rlmca.observe.jsonl import dumps, write_atomically
 from rlmca.rewards import build_rewards
-from rlmca.rollout.base import SamplingParams
-from rlmca.rollout.local import LocalEngine
+from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
-from rlmca.run.source import local_engine, open_source, sampling_params
+from rlmca.run.source import open_source, rollout_engine, sampling_params
 from rlmca.transfer.convert import rewrite_hf
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample
@@ -42,7 +43,7 @@ class _Loaded:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
-    engine: LocalEngine
+    engine: RolloutEngine
     params: SamplingParams
     n: int
 
@@ -61,9 +62,9 @@ def run_eval(cfg: RunConfig, *, console: Console | None = None) -> dict[str, flo
     with built as rewards:
         loaded = _load(cfg, sampled=sampled, n=cfg.rl.num_generations if sampled else 1)
         start = time.perf_counter()
-        samples = _generate(loaded, cfg, "eval")
+        with contextlib.closing(loaded.engine):
+            samples = _generate(loaded, cfg, "eval")
         seconds = time.perf_counter() - start
-        loaded.engine.close()
         rewards.score(samples)
     metrics = summarise(samples)
     metrics["tokens_per_second"] = sum(len(s.reply_ids) for s in samples) / seconds
@@ -84,10 +85,8 @@ def run_generate(cfg: RunConfig, *, console: Console | None = None) -> Path:
     """
     several = cfg.generation.do_sample and "num_generations" in cfg.given
     loaded = _load(cfg, sampled=cfg.generation.do_sample, n=cfg.rl.num_generations if several else 1)
-    try:
+    with contextlib.closing(loaded.engine):
         samples = _generate(loaded, cfg, "generate")
-    finally:
-        loaded.engine.close()
     folder = Path(cfg.train.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PREDICTIONS
@@ -145,7 +144,8 @@ def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     prompts = load_prompts(cfg.data, source.template, longest, names, note, seed=cfg.train.seed, hub=hub)
     device = "cuda" if torch.cuda.is_available() and not cfg.train.use_cpu else "cpu"
     params = sampling_params(cfg, source, greedy=not sampled)
-    engine = local_engine(cfg, source, torch.bfloat16 if cfg.train.bf16 else torch.float32, device)
+    log_dir = Path(cfg.train.output_dir or tempfile.mkdtemp(prefix="rlmca-")) / "sglang"
+    engine = rollout_engine(cfg, source, device, log_dir)
     return _Loaded(source.tokenizer, prompts, engine, params, n)
 
 

@@ -1,46 +1,27 @@
-"""From a configuration to the ranks of a run and the models on them."""
+"""From a configuration to the ranks of a run, and what leaves them at the end."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from rlmca.config import RunConfig
-from rlmca.engines.megatron import MegatronEngine
-from rlmca.engines.setup import engine_options
-from rlmca.layouts import ModelLayout
-from rlmca.models.spec import choose_spec
 from rlmca.observe.console import note
-from rlmca.parallel import groups
 from rlmca.parallel.groups import Parallel
-from rlmca.run.source import Source
-from rlmca.transfer.export import export_hf
-from rlmca.transfer.source import read_hf_config
-from rlmca.workers import SpmdGroup, WorkerGroup
+from rlmca.run.source import Source, run_dtype
+from rlmca.workers import ExportOptions, Ranks, SpmdRanks, WorkerGroup
 
 
-def start_parallel(cfg: RunConfig) -> Parallel:
-    """The process groups of the run, from what torchrun told this process (nothing: a world of one)."""
-    env = cfg.env
-    return groups.start(
-        tp=cfg.megatron.tensor_model_parallel_size,
-        pp=cfg.megatron.pipeline_model_parallel_size,
-        rank=env.rank or 0,
-        world_size=env.world_size or 1,
-        local_rank=env.local_rank or 0,
-        seed=cfg.train.seed,
-        timeout_s=cfg.train.ddp_timeout,
-    )
+def start_ranks(cfg: RunConfig) -> Ranks:
+    """The processes that hold the run's models: Ray actors, or the processes that execute the loop themselves."""
+    if cfg.ray_ranks is not None:
+        # Read when Ray is imported. Its deduplication takes lines that differ in numbers for one line.
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        from rlmca.workers.ray import RayRanks  # Ray is needed only here
 
-
-def build_role(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable: bool = True) -> WorkerGroup:
-    """A model on the ranks of the run: the policy, or a frozen reference."""
-    layout = ModelLayout(read_hf_config(folder), spec=choose_spec(cfg.megatron.transformer_impl))
-    fresh = trainable and cfg.model.train_from_scratch
-    options = engine_options(cfg)
-    return SpmdGroup(MegatronEngine(layout, parallel, options, folder=None if fresh else folder, trainable=trainable), parallel)
+        return RayRanks(cfg, cfg.ray_ranks)
+    return SpmdRanks(cfg)
 
 
 def export_policy(cfg: RunConfig, policy: WorkerGroup, source: Source) -> Path | None:
@@ -48,11 +29,10 @@ def export_policy(cfg: RunConfig, policy: WorkerGroup, source: Source) -> Path |
     if not cfg.train.save_hf_model:
         return None
     target = Path(str(cfg.train.output_dir)) / "hf"
-    dtype = torch.bfloat16 if cfg.train.bf16 else torch.float32
-    export_hf(policy.weights(), target, source.folder, source.tokenizer, dtype=dtype, shard_gb=cfg.export.export_size, overwrite=True)
+    policy.export(ExportOptions(target, source.folder, run_dtype(cfg), cfg.export.export_size), source.tokenizer)
     return target
 
 
 def say(parallel: Parallel) -> Callable[[str], None]:
-    """A line for the console, printed by the main rank alone."""
+    """A line for the console, printed by the main process of the loop alone."""
     return note if parallel.is_main else (lambda text: None)

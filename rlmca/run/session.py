@@ -12,12 +12,12 @@ from rlmca.observe.console import note
 from rlmca.observe.log import RunLog
 from rlmca.observe.plots import plot_all
 from rlmca.observe.progress import progress
-from rlmca.parallel.groups import Parallel
 from rlmca.run.checkpoint import CheckpointError, Checkpoints, resume_folder
 from rlmca.run.lr import LearningRate
 from rlmca.run.output import prepare_output_dir, write_config, write_results, write_trainer_state
 from rlmca.run.schedule import StepSchedule
 from rlmca.run.signals import StopSignal
+from rlmca.workers import Ranks
 
 STATE_FILE = "run_state.json"
 
@@ -47,14 +47,16 @@ class Interrupted(RuntimeError):
 
 
 class Session:
-    """One training run of `plan.total_steps` steps, fresh or resumed. Use as a context; every rank has one.
+    """One training run of `plan.total_steps` steps, fresh or resumed. Use as a context; every process of the loop has one.
 
     `step` is the last finished step, `tokens` the tokens seen. `best` is (step, value) of the best evaluation.
     """
 
-    def __init__(self, cfg: RunConfig, plan: BatchPlan, parallel: Parallel, *, best_metric: str, lower_is_better: bool) -> None:
+    def __init__(self, cfg: RunConfig, plan: BatchPlan, ranks: Ranks, *, best_metric: str, lower_is_better: bool) -> None:
         train = cfg.train
+        parallel = ranks.loop
         self.cfg, self.plan, self.parallel = cfg, plan, parallel
+        self._layout = list(ranks.sizes)
         self.output_dir = Path(str(train.output_dir))
         self.step, self.tokens = 0, 0
         self.best: tuple[int, float] | None = None
@@ -117,6 +119,11 @@ class Session:
                 "start a new run from its weights or write checkpoints with save_only_model: false"
             )
         self._check_something_is_left(int(state["step"]), bool(state.get("reached")))
+        if state.get("engine", "megatron") != self.cfg.engine:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {self.resume_from} was written by the {state['engine']} engine and this run has the "
+                f"{self.cfg.engine} one: set USE_MCA as it was, or start a new run from the Hugging Face folder"
+            )
         if state["layout"] != self._layout:
             raise CheckpointError(
                 f"resume_from_checkpoint: {self.resume_from} was written with tensor, pipeline, data parallel = {state['layout']}, "
@@ -133,10 +140,6 @@ class Session:
             self.checkpoints.keep = self.best[0]
         if self.parallel.is_main:
             note(f"resuming after step {self.step} of {self.plan.total_steps} from {self.resume_from}")
-
-    @property
-    def _layout(self) -> list[int]:
-        return [self.parallel.tp_size, self.parallel.pp_size, self.parallel.dp_size]
 
     def _check_something_is_left(self, step: int, reached: bool) -> None:
         """A run that ended early, before its results were written, still has them to write; a finished one has nothing."""
@@ -225,6 +228,7 @@ class Session:
                     "best": self.best,
                     "reached": self.reached,
                     "resumable": not self.cfg.train.save_only_model,
+                    "engine": self.cfg.engine,
                     "layout": self._layout,
                     "global_batch": self.plan.global_batch,
                 }

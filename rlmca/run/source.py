@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 
 from rlmca.config import RunConfig
 from rlmca.data import ChatTemplate, DataError, load_tokenizer, stop_ids
-from rlmca.rollout.base import SamplingParams
+from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.rollout.local import LocalEngine
 from rlmca.rollout.samples import stop_text_ids
+from rlmca.rollout.sglang.environment import resolve_engine
 from rlmca.transfer.source import resolve_model
 
 
@@ -55,12 +56,24 @@ def sampling_params(cfg: RunConfig, source: Source, *, greedy: bool) -> Sampling
     )
 
 
-def local_engine(cfg: RunConfig, source: Source, dtype: torch.dtype, device: torch.device | str) -> LocalEngine:
-    """A Transformers model of the source's weights that writes replies in this process."""
+def run_dtype(cfg: RunConfig) -> torch.dtype:
+    """The type of weights outside of the trainer: rollouts and exported folders."""
+    return torch.bfloat16 if cfg.train.bf16 else torch.float32
+
+
+def rollout_engine(cfg: RunConfig, source: Source, device: torch.device | str, log_dir: Path) -> RolloutEngine:
+    """The engine that writes replies, with the source's weights: SGLang servers, or a Transformers model in this process.
+
+    Servers write their logs to `log_dir`.
+    """
+    if resolve_engine(cfg) == "sglang":
+        from rlmca.rollout.sglang.setup import sglang_engine  # an HTTP client and a server's process are needed only here
+
+        return sglang_engine(cfg, source.folder, dtype=run_dtype(cfg), log_dir=log_dir)
     return LocalEngine(
         source.folder,
         pad_id=source.tokenizer.pad_token_id,
-        dtype=dtype,
+        dtype=run_dtype(cfg),
         device=device,
         rollout_batch=cfg.rollout.rollout_batch,
         load_options={"trust_remote_code": cfg.model.trust_remote_code},

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlmca.config import RunConfig
 from rlmca.data import Prompt
 from rlmca.parallel.groups import Parallel
 from rlmca.rewards import RewardSet
-from rlmca.rollout.local import LocalEngine
+from rlmca.rollout.base import RolloutEngine
 from rlmca.run.evaluate import evaluate_policy
-from rlmca.run.source import Source, local_engine, sampling_params
-from rlmca.transfer.stream import hf_tensors
+from rlmca.run.source import Source, rollout_engine, sampling_params
 from rlmca.workers import WorkerGroup
 
 
@@ -22,16 +22,16 @@ class ReplyEvaluation:
         self.prompts, self.rewards, self.parallel, self.seed = prompts, rewards, parallel, cfg.train.seed
         self.params = sampling_params(cfg, source, greedy=True)
         self.cfg, self.source = cfg, source
-        self._rollout: LocalEngine | None = None
+        self.log_dir = Path(str(cfg.train.output_dir)) / "sglang"
+        self._rollout: RolloutEngine | None = None
 
     def __call__(self, policy: WorkerGroup, step: int) -> dict[str, float]:
         """`accuracy`, `reward/<part>`, lengths; see `run.evaluate.summarise`. Collective over all ranks."""
-        weights = policy.weights()
-        stream = hf_tensors(weights)
+        stream = policy.hf_tensors()
         metrics: dict[str, float] = {}
         if self.parallel.is_main:
             if self._rollout is None:
-                self._rollout = local_engine(self.cfg, self.source, weights.dtype, self.parallel.device)
+                self._rollout = rollout_engine(self.cfg, self.source, self.parallel.device, self.log_dir)
             self._rollout.update_weights(stream, step)
             metrics = evaluate_policy(
                 self._rollout, self.prompts, self.rewards, self.params, tokenizer=self.source.tokenizer, seed=self.seed

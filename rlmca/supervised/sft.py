@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 
 from rlmca.algorithms.losses import SftLoss
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts, load_train_eval
-from rlmca.parallel import groups
 from rlmca.rewards import build_rewards
-from rlmca.run.roles import build_role, export_policy, say, start_parallel
+from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.session import Session
 from rlmca.run.source import open_source
 from rlmca.supervised.loop import Supervised, run_loop
@@ -19,27 +20,28 @@ from rlmca.supervised.replies import ReplyEvaluation
 def run(cfg: RunConfig) -> dict[str, float]:
     """Train as the configuration says; returns the results that are written to `all_results.json`.
 
-    Under torchrun every process calls this and is one rank of the model.
+    Under torchrun every process calls this and is one rank of the model; with Ray one process does, and the ranks are actors.
     """
-    parallel = start_parallel(cfg)
-    replies: ReplyEvaluation | None = None
-    try:
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(contextlib.closing(start_ranks(cfg)))
+        parallel = ranks.loop
         source = open_source(cfg)
         data_seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
         hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
         train, evals = load_train_eval(cfg.data, source.template, say(parallel), seed=data_seed, hub=hub)
-        plan = batch_plan(cfg, parallel.world_size, len(train))
-        session = Session(cfg, plan, parallel, best_metric="loss", lower_is_better=True)
+        plan = batch_plan(cfg, math.prod(ranks.sizes), len(train))
+        session = Session(cfg, plan, ranks, best_metric="loss", lower_is_better=True)
         order = ShuffledOrder(
             len(train), plan.global_batch, data_seed, shuffle=not cfg.data.disable_shuffling, fingerprint=train.fingerprint
         )
-        policy = build_role(cfg, source.folder, parallel)
+        policy = ranks.build("policy", source.folder)
         session.restore(policy, order)
+        replies: ReplyEvaluation | None = None
         if cfg.rewards.rewards and cfg.data.eval_dataset:
             longest = cfg.generation.max_prompt_len
             prompts = load_prompts(cfg.data, source.template, longest, cfg.data.eval_dataset, say(parallel), seed=data_seed, hub=hub)
             rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
-            replies = ReplyEvaluation(cfg, source, parallel, prompts, rewards)
+            replies = stack.enter_context(contextlib.closing(ReplyEvaluation(cfg, source, parallel, prompts, rewards)))
         parts = Supervised(
             policy=policy,
             loss=SftLoss(),
@@ -59,7 +61,3 @@ def run(cfg: RunConfig) -> dict[str, float]:
             if folder is not None:
                 say(parallel)(f"Hugging Face model: {folder}")
         return session.finish(seconds=time.perf_counter() - start, plots=("loss", "eval_loss", "eval_accuracy"))
-    finally:
-        if replies is not None:
-            replies.close()
-        groups.close()

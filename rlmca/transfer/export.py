@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from rlmca.transfer.hf_writer import HFWriter, check_target, new_folder
 from rlmca.transfer.side_files import Tokenizer, copy_side_files, has_tokenizer, settle_config
-from rlmca.transfer.stream import LiveWeights, agree, hf_tensors
+from rlmca.transfer.stream import Weights, agree
 
 
 def export_hf(
-    weights: LiveWeights,
+    weights: Weights,
     out_dir: str | Path,
     source_dir: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
@@ -42,11 +42,11 @@ def export_hf(
         except Exception as caught:
             error = caught
     agree(weights.group, error)
-    stream = hf_tensors(weights, dst_rank)
+    stream = weights.tensors(dst_rank)
     if writes:
         try:
             with new_folder(out, overwrite) as folder:
-                with HFWriter(folder, weights.layout.hf_tensors(), dtype, shard_gb) as writer:
+                with HFWriter(folder, weights.shapes(), dtype, shard_gb) as writer:
                     for name, tensor in stream:
                         writer.write(name, tensor)
                 _write_side_files(folder, source, weights, tokenizer, dtype)
@@ -57,9 +57,9 @@ def export_hf(
     agree(weights.group, error)
 
 
-def _write_side_files(folder: Path, source: Path | None, weights: LiveWeights, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
+def _write_side_files(folder: Path, source: Path | None, weights: Weights, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
     if source is not None:
         copy_side_files(source, folder)
-    settle_config(folder, weights.layout.hf_config, dtype)
+    settle_config(folder, weights.hf_config, dtype)
     if tokenizer is not None and not has_tokenizer(folder):
         tokenizer.save_pretrained(str(folder))

@@ -1,11 +1,42 @@
-"""Executor ranks -> a Transformers module in memory."""
+"""Executors to and from a Transformers module in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from rlmca.layouts.boxes import Shape
+
+
+@dataclass(frozen=True)
+class ModuleWeights:
+    """The parameters of a module that every rank of `group` holds whole, as `transfer.stream.Weights`.
+
+    Names are the module's own, a tied weight counts once, under its first name. All parameters have one dtype.
+    """
+
+    module: nn.Module
+    hf_config: Mapping[str, Any]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Weights`."""
+        return next(self.module.parameters()).dtype
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """See `Weights`."""
+        return {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
+
+    def tensors(self, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """See `Weights`. Nothing is sent: `dst_rank` has them all."""
+        if self.group is None or dist.get_rank() == dst_rank:
+            yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
 
 def copy_to_module(stream: Iterable[tuple[str, Tensor]], module: nn.Module) -> None:

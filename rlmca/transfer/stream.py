@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,36 @@ class _Target(NamedTuple):
     shape: Shape
     pieces: tuple[_Piece, ...]
     whole: bool
+
+
+class Weights(Protocol):
+    """The live weights of a model on ranks, seen as Hugging Face tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the tensors."""
+        ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold them together; None: this process alone."""
+        ...
+
+    @property
+    def hf_config(self) -> Mapping[str, Any]:
+        """The model's config.json."""
+        ...
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Name and shape of every tensor, in the order of `tensors`."""
+        ...
+
+    def tensors(self, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) on global rank `dst_rank`; collective, the others run to the end and get nothing.
+
+        Tensors carry no gradient and may be views of live parameters: copy one to keep it.
+        """
+        ...
 
 
 @dataclass
@@ -70,6 +100,19 @@ class LiveWeights:
     def with_params(self, params: Mapping[str, Tensor]) -> LiveWeights:
         """The same plan over other tensors of the same names and shapes, such as gradients."""
         return LiveWeights(self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes)
+
+    @property
+    def hf_config(self) -> Mapping[str, Any]:
+        """See `Weights`."""
+        return self.layout.hf_config
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """See `Weights`."""
+        return self.layout.hf_tensors()
+
+    def tensors(self, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """See `hf_tensors`."""
+        return hf_tensors(self, dst_rank)
 
     def _plan(self) -> list[list[_Target]]:
         buckets: list[list[_Target]] = [[]]

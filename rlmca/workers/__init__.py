@@ -1,5 +1,6 @@
 """How a loop reaches a model: whole batches in, whole results out, wherever the ranks are."""
 
-from rlmca.workers.spmd import SpmdGroup, WorkerGroup
+from rlmca.workers.base import ExportOptions, Ranks, WorkerError, WorkerGroup
+from rlmca.workers.spmd import SpmdGroup, SpmdRanks
 
-__all__ = ["SpmdGroup", "WorkerGroup"]
+__all__ = ["ExportOptions", "Ranks", "SpmdGroup", "SpmdRanks", "WorkerError", "WorkerGroup"]

@@ -1,48 +1,29 @@
-"""Worker groups. `SpmdGroup`: every process of the run executes the same loop and is one rank of the model.
+"""SPMD ranks: every process of the run executes the same loop and is one rank of every model.
 
-With one process this is the in-process group: the share is the whole batch and nothing is communicated.
+With one process this is the in-process case: the share is the whole batch and nothing is communicated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.config import RunConfig
 from rlmca.engines.base import Engine
+from rlmca.engines.setup import build_engine, end_parallel, start_parallel
 from rlmca.parallel.groups import Parallel, share
-from rlmca.transfer.stream import LiveWeights
+from rlmca.transfer.export import export_hf
+from rlmca.transfer.side_files import Tokenizer
 from rlmca.types import Batch
-
-
-class WorkerGroup(Protocol):
-    """A role (policy, reference, …) as its loop sees it. Batches and results are whole; sharing them is the group's task."""
-
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
-        """One optimizer step on the whole batch; see `Engine.train_batch`."""
-        ...
-
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
-        """[B, T] for every row of the whole batch; see `Engine.log_probs`."""
-        ...
-
-    def weights(self) -> LiveWeights:
-        """The live parameters of this process with their layout."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write the role's state below `path`."""
-        ...
-
-    def load(self, path: Path) -> None:
-        """Continue from what `save` wrote."""
-        ...
+from rlmca.workers.base import ExportOptions
 
 
 class SpmdGroup:
-    """The engine of this process, together with the engines of all other processes of the run."""
+    """The engine of this process, together with the engines of all other processes of the run. See `WorkerGroup`."""
 
     def __init__(self, engine: Engine, parallel: Parallel) -> None:
         self.engine, self.parallel = engine, parallel
@@ -65,9 +46,21 @@ class SpmdGroup:
         self.parallel.dp_sum(whole)  # every row comes from one rank, the others add zeros
         return TokenOutputs(whole[0, :real], whole[1, :real] if entropy else None)
 
-    def weights(self) -> LiveWeights:
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WorkerGroup`."""
-        return self.engine.weights()
+        return self.engine.weights().tensors()
+
+    def export(self, options: ExportOptions, tokenizer: Tokenizer | None) -> None:
+        """See `WorkerGroup`."""
+        export_hf(
+            self.engine.weights(),
+            options.out_dir,
+            options.source_dir,
+            tokenizer,
+            dtype=options.dtype,
+            shard_gb=options.shard_gb,
+            overwrite=True,
+        )
 
     def save(self, path: Path) -> None:
         """See `WorkerGroup`."""
@@ -79,3 +72,25 @@ class SpmdGroup:
 
     def _own(self, rows: int) -> list[int]:
         return share(range(rows), self.parallel.dp_rank, self.parallel.dp_size)
+
+
+class SpmdRanks:
+    """This process as a rank among those that torchrun started; without torchrun it is alone. See `Ranks`."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        env = cfg.env
+        self._cfg = cfg
+        self.loop = start_parallel(cfg, rank=env.rank or 0, world_size=env.world_size or 1, local_rank=env.local_rank or 0)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """See `Ranks`."""
+        return self.loop.sizes
+
+    def build(self, role: str, folder: Path, *, trainable: bool = True) -> SpmdGroup:
+        """See `Ranks`."""
+        return SpmdGroup(build_engine(self._cfg, folder, self.loop, trainable=trainable), self.loop)
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        end_parallel(self._cfg)

@@ -70,7 +70,6 @@ def test_what_only_a_look_at_the_files_shows_is_collected_too(tmp_path: Path) ->
     [
         ({"USE_MCA": "yes!"}, "write USE_MCA=1 or USE_MCA=0"),
         ({"NNODES": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "NODE_RANK"),
-        ({}, "set USE_MCA=1"),
     ],
 )
 def test_the_environment_is_checked(tmp_path: Path, variables: dict[str, str], words: str) -> None:
@@ -78,11 +77,13 @@ def test_the_environment_is_checked(tmp_path: Path, variables: dict[str, str], w
     assert done.returncode == 2 and words in done.stderr
 
 
-def test_rl_over_several_processes_is_refused(tmp_path: Path) -> None:
+def test_rl_over_several_processes_of_torchrun_is_refused(tmp_path: Path) -> None:
+    """Ranks of RL are Ray actors: what the environment says of torchrun's nodes must not be ignored."""
     path = write(tmp_path, "stage: grpo\nrewards: exact\n")
-    for variables in ({"NPROC_PER_NODE": "2"}, {"NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}):
-        done = run("train", path, env={"USE_MCA": "1", **variables})
-        assert done.returncode == 2 and "RL over several processes: not in this version" in done.stderr
+    done = run("train", path, env={"USE_MCA": "1", "NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert done.returncode == 2 and "on Ray start the run once and write ray_address" in done.stderr
+    done = run("train", path, "use_ray=false", env={"USE_MCA": "1", "NPROC_PER_NODE": "2"})
+    assert done.returncode == 2 and "use_ray: false, but stage grpo over several processes needs Ray" in done.stderr
 
 
 def test_overrides_may_stand_before_and_after_options(tmp_path: Path) -> None:

@@ -43,12 +43,41 @@ def test_how_many_processes(env: dict[str, Any], devices: int, launch: Launch) -
     assert plan_launch(cfg(SFT, **env), devices) == launch
 
 
-def test_rl_takes_one_process_of_several_devices_and_refuses_more() -> None:
-    assert plan_launch(cfg(GRPO), 8) == Launch(1, (1,), False)
-    assert plan_launch(cfg(GRPO, force_torchrun=True), 8) == Launch(1, (1,), True)
-    for env in ({"nproc_per_node": 2}, {"nnodes": 2}, {"rank": 0, "local_rank": 0, "world_size": 2}):
-        with pytest.raises(ConfigError, match="RL over several processes: not in this version"):
-            plan_launch(cfg(GRPO, **env), 1)
+@pytest.mark.parametrize(
+    ("changes", "env", "devices", "launch"),
+    [
+        ({}, {}, 0, Launch(1, (1,), False)),
+        ({}, {}, 1, Launch(1, (1,), False)),
+        ({}, {}, 8, Launch(8, (8,), False, ray=True)),
+        ({}, {"nproc_per_node": 2}, 8, Launch(2, (2,), False, ray=True)),
+        ({}, {"force_torchrun": True, "nproc_per_node": 1}, 8, Launch(1, (1,), True)),
+        ({"ray_num_workers": 4}, {}, 0, Launch(4, (4,), False, ray=True)),
+        ({"use_ray": True}, {}, 0, Launch(1, (1,), False, ray=True)),
+        ({"use_ray": True, "ray_address": "auto", "ray_num_workers": 16}, {}, 8, Launch(16, (16,), False, ray=True)),
+        ({"use_ray": False}, {"nproc_per_node": 1}, 8, Launch(1, (1,), False)),
+    ],
+)
+def test_several_ranks_of_rl_are_ray_actors(changes: dict[str, Any], env: dict[str, Any], devices: int, launch: Launch) -> None:
+    assert plan_launch(cfg({**GRPO, **changes}, **env), devices) == launch
+
+
+def test_supervised_stages_take_ray_only_when_asked() -> None:
+    assert plan_launch(cfg({**SFT, "use_ray": True}, nproc_per_node=2), 0) == Launch(2, (2,), False, ray=True)
+    assert plan_launch(cfg({**SFT, "use_ray": False}, nproc_per_node=2), 0) == Launch(2, (2,), True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "env", "words"),
+    [
+        ({"use_ray": False}, {"nproc_per_node": 2}, "use_ray: false, but stage grpo over several processes needs Ray"),
+        ({}, {"rank": 0, "local_rank": 0, "world_size": 2}, "stage grpo over 2 processes of torchrun: its ranks are Ray actors"),
+        ({}, {"nnodes": 2, "nproc_per_node": 4}, "on Ray start the run once and write ray_address"),
+        ({}, {"force_torchrun": True, "nproc_per_node": 2}, "FORCE_TORCHRUN=1 and Ray exclude each other"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused(changes: dict[str, Any], env: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_launch(cfg({**GRPO, **changes}, **env), 1)
 
 
 @pytest.mark.parametrize(

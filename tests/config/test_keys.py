@@ -97,14 +97,13 @@ def test_help_of_an_unknown_name_names_the_nearest() -> None:
         ("context_parallel_size", 2, "context parallelism is not in this version"),
         ("expert_model_parallel_size", 4, "expert parallelism is not in this version"),
         ("virtual_pipeline_model_parallel_size", 2, "interleaved pipelines are not in this version"),
-        ("use_ray", True, "RL over several processes is not in this version"),
+        ("max_restarts", 3, "restarting ranks is not in this version"),
         ("fp16", True, "float16 is not in this version"),
         ("fp8", "hybrid", "FP8 is not in this version"),
         ("deepspeed", "ds.json", "DeepSpeed is not in this version"),
         ("streaming", True, "streamed data sets are not in this version"),
         ("async_save", True, "saving in the background is not in this version"),
         ("calculate_per_token_loss", True, "inflates auxiliary losses"),
-        ("flash_attn", "fa2", "not in this version"),
     ],
 )
 def test_what_comes_later_is_refused_by_name(key: str, value: Any, words: str) -> None:
@@ -115,7 +114,8 @@ def test_what_comes_later_is_refused_by_name(key: str, value: Any, words: str) -
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("rollout_engine", "sglang", "sglang: not in this version"),
+        ("sync", {"method": "distributed"}, "sync: method: distributed: not in this version"),
+        ("sync", {"delta": True}, "sync: delta: sending only what changed is not in this version"),
         ("rl_algorithm", "dapo", "dapo: not in this version"),
         ("advantage", "rloo", "rloo: not in this version"),
         ("policy_loss", "gspo", "gspo: not in this version"),

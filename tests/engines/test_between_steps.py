@@ -24,7 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def readings_on_rank(folder: Path, layout: Layout, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
     """Losses, log-probs and exported weights in turns; then the same after a load over a step that was just taken."""
-    from rlmca.transfer.stream import hf_tensors
     from rlmca.workers import SpmdGroup
 
     engine = make_engine(folder, layout)
@@ -39,7 +38,7 @@ def readings_on_rank(folder: Path, layout: Layout, checkpoint: Path) -> list[dic
         found.append({"logp": group.log_probs(random_batch(rows=5, seed=50), temperature=0.7).logp_BT})
 
     def weights() -> None:
-        found.append({name: tensor.clone() for name, tensor in hf_tensors(group.weights())})
+        found.append({name: tensor.clone() for name, tensor in group.hf_tensors()})
 
     step(0), log_probs(), weights()
     step(1), weights(), log_probs()

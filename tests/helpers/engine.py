@@ -50,11 +50,11 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     from rlmca.engines.options import EngineOptions
     from rlmca.layouts import ModelLayout
     from rlmca.models.build import BuildOptions, DataParallelOptions
-    from rlmca.parallel import groups
+    from rlmca.parallel import megatron
 
     world = layout.world
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
-    parallel = groups.start(tp=layout.tp, pp=layout.pp, rank=rank, world_size=world, seed=7)
+    parallel = megatron.start(tp=layout.tp, pp=layout.pp, rank=rank, world_size=world, seed=7)
     options = EngineOptions(
         build=BuildOptions(sequence_parallel=layout.sp, **layout.options),
         data_parallel=DataParallelOptions(**layout.data_parallel),
@@ -69,6 +69,7 @@ def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, A
     """Loss, gradients under HF names and log-probs of the whole batch; rank 0 answers."""
     from rlmca.algorithms.losses import SftLoss
     from rlmca.engines.microbatch import micro_batches
+    from rlmca.engines.step import global_counts, reduce_metrics
     from rlmca.parallel.groups import share
     from rlmca.transfer.stream import hf_tensors
     from rlmca.workers import SpmdGroup
@@ -78,9 +79,9 @@ def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, A
     logp_BT = SpmdGroup(engine, parallel).log_probs(batch).logp_BT
     own = batch.rows(share(range(len(batch)), parallel.dp_rank, parallel.dp_size))
     loss = SftLoss()
-    counts = engine._global_counts(own, loss)
-    engine.compute_gradients(micro_batches(own, layout.micro_batch, parallel, sequence_parallel=layout.sp), loss, counts)
-    value = engine._reduce_metrics(engine._collected)["loss"]
+    counts = global_counts(own, loss, parallel)
+    pieces = micro_batches(own, layout.micro_batch, parallel, sequence_parallel=layout.sp)
+    value = reduce_metrics(engine.compute_gradients(pieces, loss, counts), parallel)["loss"]
     _gather_sharded_gradients(engine)
     weights = engine.weights().with_params({name: p.main_grad for name, p in engine.policy.named_parameters()})
     gradients = {name: tensor.clone() for name, tensor in hf_tensors(weights)}

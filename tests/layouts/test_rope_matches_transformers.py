@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-import rlmca.parallel  # noqa: F401  (makes megatron importable without CUDA)
+import rlmca.parallel.megatron  # noqa: F401  (makes megatron importable without CUDA)
 from rlmca.layouts import family_of
 from tests.helpers.config_mutations import LLAMA3, base_config
 

@@ -66,9 +66,9 @@ def attention_under_dropout(sequence_parallel: bool) -> tuple[torch.Tensor, torc
     from megatron.core.transformer.enums import AttnMaskType
 
     from rlmca.models.attention import TorchCoreAttention
-    from rlmca.parallel import groups
+    from rlmca.parallel import megatron
 
-    groups.start(tp=2, rank=int(os.environ["RANK"]), world_size=2, seed=7)
+    megatron.start(tp=2, rank=int(os.environ["RANK"]), world_size=2, seed=7)
     options = BuildOptions(sequence_parallel=sequence_parallel, additional_configs={"attention_dropout": 0.5})
     made = transformer_config(ModelLayout(base_config("qwen3")), options, Topology(tp=2))
     part = TorchCoreAttention(made, 1, AttnMaskType.causal, "self").train()

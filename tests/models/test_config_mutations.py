@@ -14,7 +14,7 @@ from rlmca.engines.megatron import MegatronEngine
 from rlmca.engines.options import EngineOptions
 from rlmca.layouts import ModelLayout, UnsupportedField
 from rlmca.models.build import BuildOptions
-from rlmca.parallel import groups
+from rlmca.parallel import megatron
 from rlmca.types import batch_of_examples
 from tests.helpers.config_mutations import Maps, Mutation, base_config, mutations
 
@@ -41,7 +41,7 @@ def transformers_logp(config: dict[str, Any], folder: Path) -> torch.Tensor:
 
 
 def our_logp(config: dict[str, Any], folder: Path) -> torch.Tensor:
-    parallel = groups.start()
+    parallel = megatron.start()
     options = EngineOptions(build=BuildOptions(transformer_impl="local"), micro_batch_size=2, eval_batch_size=2)
     engine = MegatronEngine(ModelLayout(config), parallel, options, folder=folder, trainable=False)
     batch = batch_of_examples(IDS, [[True] * len(ids) for ids in IDS])

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmca.parallel import groups, platform
+from rlmca.parallel import groups, megatron, platform
 from tests.helpers.models import FAMILIES, save_model
 
 ROOT = Path(__file__).parents[2]
 CODE = """
 import sys, json, torch
 if sys.argv[2] == "platform":
-    import rlmca.parallel
+    import rlmca.parallel.megatron
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(json.dumps(model(torch.arange(3, 15)[None]).logits.double().sum((0, 1)).tolist()))
@@ -58,4 +58,4 @@ def test_share_deals_every_row_once_and_refuses_too_few() -> None:
 
 def test_a_world_that_does_not_fit_is_an_error_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="world size 12 is not a multiple of tensor 4 x pipeline 2 = 8"):
-        groups.start(tp=4, pp=2, world_size=12)
+        megatron.start(tp=4, pp=2, world_size=12)

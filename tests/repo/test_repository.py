@@ -108,7 +108,7 @@ def test_every_package_is_a_room_of_the_layer_contract() -> None:
 
 def test_every_pinned_requirement_is_exact_and_covers_the_package() -> None:
     pins: dict[str, str] = {}
-    for name in ("cpu.txt", "dev.txt"):
+    for name in ("sglang-cpu.txt", "sglang-cpu-nodeps.txt", "cpu.txt", "dev.txt"):
         for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
             if line and not line.startswith("#"):
                 package, version = re.fullmatch(r"([A-Za-z0-9_.-]+)(?:\[[^\]]+\])?==([0-9][\w.+]*)", line).groups()
@@ -131,7 +131,7 @@ def test_make_refuses_an_interpreter_it_cannot_use(tmp_path: Path) -> None:
     done = subprocess.run(["make", "venv", f"PYTHON={fake}"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "Python 2.7.18" in done.stderr and "3.11 or 3.12" in done.stderr
-    assert not (tmp_path / ".venv").exists()
+    assert not (tmp_path / ".venv").exists() and not (tmp_path / ".venv-sglang").exists()
 
 
 def test_make_takes_only_a_finished_install_for_done(tmp_path: Path) -> None:
@@ -159,11 +159,14 @@ def test_make_takes_only_a_finished_install_for_done(tmp_path: Path) -> None:
 
     assert make() != 0 and installs() == 1
     (tmp_path / "works").touch()
-    assert make() == 0 and installs() == 3
-    assert make() == 0 and installs() == 3, "nothing changed, nothing is installed"
+    assert make() == 0 and installs() == 5
+    assert make() == 0 and installs() == 5, "nothing changed, nothing is installed"
     with (tmp_path / "requirements" / "dev.txt").open("a", encoding="utf-8") as pins:
         pins.write("# another content\n")
-    assert make() == 0 and installs() == 5, "the pins changed, the environment is made anew"
+    assert make() == 0 and installs() == 7, "the pins changed, the environment is made anew"
+    with (tmp_path / "requirements" / "sglang-cpu-nodeps.txt").open("a", encoding="utf-8") as pins:
+        pins.write("# another content\n")
+    assert make() == 0 and installs() == 9, "the other pins changed, the other environment is made anew"
 
 
 def test_ci_runs_the_readmes_commands() -> None:

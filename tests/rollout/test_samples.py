@@ -81,7 +81,7 @@ def test_stop_texts_must_be_one_token() -> None:
 
 def test_the_engine_is_the_same_under_the_cpu_platform_of_training() -> None:
     """The training side replaces torch constructors on a CPU; a model built afterwards must not notice (rotary buffers!)."""
-    import rlmca.parallel  # noqa: F401  installs the platform
+    import rlmca.parallel.megatron  # noqa: F401  installs the platform
 
     model = tiny.oracle(tiny.config("llama"))
     engine = LocalEngine(model.config, pad_id=0)

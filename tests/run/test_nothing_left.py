@@ -32,8 +32,8 @@ class Nothing:
 def session(output: Path, steps: int) -> Session:
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(output), "max_steps": steps}
     plan = BatchPlan(8, 1, 1, 1, 1, 1, 1, 1, 8, steps)
-    parallel: Any = SimpleNamespace(is_main=True, tp_size=1, pp_size=1, dp_size=1, barrier=lambda: None, any_rank=bool)
-    return Session(make_config(values, env=Environment(use_mca=True)), plan, parallel, best_metric="loss", lower_is_better=True)
+    ranks: Any = SimpleNamespace(sizes=(1, 1, 1), loop=SimpleNamespace(is_main=True, barrier=lambda: None, any_rank=bool))
+    return Session(make_config(values, env=Environment(use_mca=True)), plan, ranks, best_metric="loss", lower_is_better=True)
 
 
 def test_a_finished_run_makes_no_step_and_says_so(tmp_path: Path) -> None:

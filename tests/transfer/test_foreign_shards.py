@@ -54,10 +54,10 @@ def megatron_parameters(config: dict[str, Any], topology: Topology) -> dict[str,
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from rlmca.parallel import groups
+    from rlmca.parallel import megatron
 
     world = topology.tp * topology.pp
-    groups.start(tp=topology.tp, pp=topology.pp, rank=int(os.environ.get("RANK", 0)), world_size=world)
+    megatron.start(tp=topology.tp, pp=topology.pp, rank=int(os.environ.get("RANK", 0)), world_size=world)
     layout = ModelLayout(config)
     kwargs = dict(layout.megatron.config)
     kwargs["activation_func"] = getattr(torch.nn.functional, kwargs["activation_func"])

@@ -18,14 +18,8 @@ OPTIMISER: Mapping[str, Foreign] = {
 }
 PRECISION: Mapping[str, Foreign] = {
     **refuse("bf16_full_eval fp16_full_eval tf32", f"{_LATER}", "write bf16: true for bfloat16; evaluation uses the training precision"),
-    **refuse(
-        "gradient_checkpointing",
-        "has another name on Megatron",
-        "write recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1",
-    ),
-    **refuse("gradient_checkpointing_kwargs", "has another name on Megatron", "write recompute_granularity"),
     **refuse("torch_compile torch_compile_backend torch_compile_mode", f"torch.compile is {_LATER}"),
-    **refuse("use_liger_kernel liger_kernel_config", "kernels of the Hugging Face backend"),
+    **refuse("use_liger_kernel liger_kernel_config", f"Liger's kernels are {_LATER}", "leave it out: they change speed and memory alone"),
     **no_effect("use_cache", "training keeps no KV cache, rollouts always do"),
     **refuse("full_determinism", f"{_LATER}", "write seed; a CPU run with one seed repeats itself"),
 }
@@ -84,13 +78,15 @@ LOADING: Mapping[str, Foreign] = {
     **no_effect("length_column_name", "lengths come from the tokens"),
 }
 PROCESSES: Mapping[str, Foreign] = {
-    **refuse("deepspeed", f"the Hugging Face engine with DeepSpeed is {_LATER}", "set USE_MCA=1 and write the Megatron keys"),
-    **refuse("fsdp fsdp_config", "FSDP is not one of the engines", "set USE_MCA=1; use_distributed_optimizer splits optimiser state"),
-    **refuse("accelerator_config parallelism_config", "belongs to Accelerate, which the Megatron engine does not use"),
     **refuse(
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
-        "belongs to torch's DDP; the engine has Megatron's",
+        "deepspeed",
+        f"the Hugging Face engine with DeepSpeed is {_LATER}",
+        "leave it out for plain data parallelism, or set USE_MCA=1: use_distributed_optimizer splits optimiser state",
     ),
+    **refuse("fsdp fsdp_config", "FSDP is not one of the engines", "set USE_MCA=1; use_distributed_optimizer splits optimiser state"),
+    **refuse("accelerator_config parallelism_config", "belongs to Accelerate, which neither engine uses"),
+    **no_effect("ddp_broadcast_buffers", "buffers of the models are constants, equal on every rank"),
+    **refuse("ddp_static_graph", f"{_LATER}", "leave it out: gradients are the same"),
     **refuse("ddp_backend", "the device decides: NCCL on CUDA, gloo on a CPU", "leave it out"),
     **refuse("local_rank", "belongs to the environment; torchrun sets it", "leave it out", -1),
 }

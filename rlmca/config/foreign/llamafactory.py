@@ -18,7 +18,12 @@ TOKENIZER: Mapping[str, Foreign] = {
 }
 LOADING: Mapping[str, Foreign] = {
     **no_effect("low_cpu_mem_usage", "weights are read tensor by tensor always"),
-    **refuse("device_map", "Megatron ranks place the model", "write tensor_model_parallel_size and pipeline_model_parallel_size", "auto"),
+    **refuse(
+        "device_map",
+        "every rank places its own part of the model: the Hugging Face engine all of it, Megatron what the parallel sizes say",
+        "leave it out; to split a model set USE_MCA=1 and write tensor_model_parallel_size or pipeline_model_parallel_size",
+        "auto",
+    ),
     **refuse("offload_folder", f"offloading to disk is {_LATER}", "", "offload"),
     **refuse("compute_dtype", "set by bf16", "write bf16: true or leave it out for float32"),
     **refuse("infer_dtype", f"the dtype of rollouts follows bf16; another one is {_LATER}", "write auto", "auto"),
@@ -33,11 +38,17 @@ ARCHITECTURE: Mapping[str, Foreign] = {
     **refuse("moe_aux_loss_coef", f"mixture-of-experts models are {_LATER}", "", 0),
 }
 KERNELS: Mapping[str, Foreign] = {
-    **refuse(
-        "use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels", "kernels of the Hugging Face backend", "leave it out on Megatron"
+    **refuse("use_unsloth use_unsloth_gc", f"Unsloth's kernels are {_LATER}", "leave it out: they change speed and memory alone"),
+    **refuse("enable_liger_kernel", f"Liger's kernels are {_LATER}", "leave it out: they change speed and memory alone"),
+    **refuse("use_v1_kernels", f"LLaMA-Factory's own kernels are {_LATER}", "leave it out: they change speed and memory alone"),
+    **no_effect(
+        "disable_gradient_checkpointing",
+        "activations are recomputed only with gradient_checkpointing (Hugging Face engine) or recompute_granularity (Megatron)",
     ),
-    **no_effect("disable_gradient_checkpointing", "activations are recomputed only when recompute_granularity is set"),
-    **no_effect("use_reentrant_gc", "recompute is Megatron's own"),
+    **no_effect(
+        "use_reentrant_gc",
+        "both ways recompute the same; on the Hugging Face engine gradient_checkpointing_kwargs: {use_reentrant: ...} chooses one",
+    ),
     **no_effect("upcast_layernorm upcast_lmhead_output", "norms and log-probabilities are computed in float32 always"),
 }
 QUANTIZATION: Mapping[str, Foreign] = {
@@ -63,17 +74,18 @@ EXPORT: Mapping[str, Foreign] = {
     **refuse("export_quantization_maxlen", f"quantised export is {_LATER}", "", 1024),
     **refuse("export_hub_model_id", f"uploading is {_LATER}", "export to export_dir and upload the folder"),
 }
+_SGLANG = "SGLang's options stand under sglang here"
 SERVING: Mapping[str, Foreign] = {
     **refuse(
         "vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config",
         "vLLM is not one of the rollout engines",
         "write rollout_engine: local",
     ),
-    **refuse(
-        "sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
-        f"SGLang is {_LATER}",
-        "write rollout_engine: local",
-    ),
+    **refuse("sglang_maxlen", _SGLANG, "write sglang: {context_length: ...}"),
+    **refuse("sglang_mem_fraction", _SGLANG, "write sglang: {mem_fraction_static: ...}"),
+    **refuse("sglang_tp_size", _SGLANG, "write sglang: {tp: ...}"),
+    **refuse("sglang_config", _SGLANG, "write sglang: {extra_args: {flag: value}}"),
+    **refuse("sglang_lora_backend", f"adapters are {_LATER}", "leave it out"),
 }
 OTHER_BACKENDS: Mapping[str, Foreign] = {
     **refuse(
@@ -171,7 +183,6 @@ TRACKING: Mapping[str, Foreign] = {
     **no_effect("include_effective_tokens_per_second", "throughput is always logged"),
 }
 LAUNCH: Mapping[str, Foreign] = {
-    **refuse("ray_num_workers ray_init_kwargs", f"Ray is {_LATER}", "set NPROC_PER_NODE for torchrun", 1),
     **refuse("master_addr master_port", "belongs to the environment", "set MASTER_ADDR and MASTER_PORT"),
     **refuse(
         "enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat "

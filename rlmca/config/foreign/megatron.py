@@ -26,9 +26,15 @@ MEGATRON: Mapping[str, Foreign] = {
     **refuse("apply_rope_fusion", f"the fused RoPE kernel is {_LATER}", "leave it out: the result is the same"),
     **no_effect("cross_entropy_loss_fusion", "the loss is made from the program's own vocabulary-parallel log-probabilities"),
     **refuse(
-        "masked_softmax_fusion bias_dropout_fusion attention_dropout hidden_dropout",
-        "is one of the further TransformerConfig fields",
-        "write it under additional_configs",
+        "masked_softmax_fusion bias_dropout_fusion",
+        "is one of the further TransformerConfig fields of Megatron",
+        "with USE_MCA=1 write it under additional_configs",
+        elsewhere=True,
+    ),
+    **refuse(
+        "attention_dropout hidden_dropout",
+        "is one of the further TransformerConfig fields of Megatron",
+        "with USE_MCA=1 write it under additional_configs; the Hugging Face engine takes dropout from the model's config.json",
         elsewhere=True,
     ),
     **refuse(

@@ -23,9 +23,7 @@ RL: Mapping[str, Foreign] = {
     **refuse("overlong_penalty", f"overlong shaping is {_LATER}", "write mask_truncated: true"),
     **refuse("thinking_ratio", f"{_LATER}", "write enable_thinking: true or false"),
     **refuse("train_critic critic_reward_batch_size critic_flush_seconds", f"the online critic is {_LATER}"),
-    **refuse("use_ray ray_address max_restarts", f"RL over several processes is {_LATER}", "leave it out"),
-    **refuse("sglang sglang_base_urls", f"SGLang is {_LATER}", "write rollout_engine: local"),
-    **refuse("sync", f"weights go to the local rollout engine in memory; other ways are {_LATER}", "leave it out"),
+    **refuse("max_restarts", f"restarting ranks is {_LATER}", "leave it out: the same command goes on from the newest checkpoint", 0),
     **refuse("async_staleness", f"generation ahead of training is {_LATER}", "write 0", 0),
     **always("colocate", "the local rollout engine always shares the trainer's device", "leave it out"),
 }

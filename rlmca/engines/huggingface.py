@@ -1,0 +1,171 @@
+"""The Hugging Face engine: a Transformers model on every rank, data parallelism by torch; the oracle of the Megatron engine.
+
+Shape legend: B rows, T tokens of the padded row, K columns with a target in some row, N targets of a micro-batch in
+row-major order, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.engines.huggingface_checkpoint import load_state, save_state
+from rlmca.engines.huggingface_model import build_module
+from rlmca.engines.huggingface_optimizer import build_optimizer, guarded_step
+from rlmca.engines.microbatch import micro_batches
+from rlmca.engines.options import HuggingFaceOptions
+from rlmca.engines.step import NOTHING_LIVE, Collected, global_counts, reduce_metrics, token_outputs
+from rlmca.models.logprobs import token_log_probs
+from rlmca.parallel.groups import Parallel
+from rlmca.transfer.hf_folder import HFFolderError
+from rlmca.transfer.module import ModuleWeights
+from rlmca.transfer.source import read_hf_config
+from rlmca.types import Batch, batch_of_examples
+
+
+class HuggingFaceEngine:
+    """See `rlmca.engines.base.Engine`. A frozen engine (`trainable=False`) has neither gradients nor an optimizer."""
+
+    def __init__(
+        self, folder: Path, parallel: Parallel, options: HuggingFaceOptions, *, fresh: bool = False, trainable: bool = True
+    ) -> None:
+        """The model of the HF folder `folder` on this rank; with `fresh` only its config counts and weights are newly drawn.
+
+        HFFolderError says which tensors or features of the model stand in the way.
+        """
+        self.folder, self.parallel, self.options = folder, parallel, options
+        self.module: PreTrainedModel = build_module(folder, options, fresh=fresh)
+        self._hf_config = read_hf_config(folder)
+        self._accepted = _accepted(self.module)
+        self.model: Any = self.module
+        self.optimizer: torch.optim.AdamW | None = None
+        if not trainable:
+            self.module.requires_grad_(False)
+            return
+        if options.gradient_checkpointing:
+            if not self.module.supports_gradient_checkpointing:
+                raise HFFolderError(f"gradient_checkpointing: {type(self.module).__name__} has no support for it; leave it out")
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": options.use_reentrant})
+        if parallel.dp_size > 1:
+            self.model = self._data_parallel()
+            self._settle_buckets()
+        self.optimizer = build_optimizer(self.module, options.optimizer)
+
+    def _data_parallel(self) -> DistributedDataParallel:
+        """torch's DDP around the module; every rank then starts from rank 0's weights."""
+        return DistributedDataParallel(
+            self.module,
+            device_ids=[self.parallel.device.index] if self.parallel.device.type == "cuda" else None,
+            process_group=self.parallel.dp_group,
+            find_unused_parameters=self.options.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+        )
+
+    def _settle_buckets(self) -> None:
+        """One backward pass of nothing.
+
+        DDP sorts its buckets anew after the first backward pass it sees, and where a gradient lies decides the order in
+        which three or more ranks add it up: without this, the first step after a resume would round otherwise than the
+        same step of a run that was not stopped.
+        """
+        nothing = batch_of_examples([[0]], [[False]])
+        devices = [self.parallel.device.index] if self.parallel.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            self.model.train()
+            self._forward(self.model, nothing.to(self.parallel.device), 1.0).sum().backward()
+        self.module.zero_grad(set_to_none=True)
+
+    # ---- training
+
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+        """One optimizer step; see `Engine.train_batch`."""
+        if self.optimizer is None:
+            raise ValueError("a frozen engine cannot be trained")
+        counts = global_counts(batch, loss, self.parallel)
+        if not any(float(count) for count in counts.values()):
+            return dict(NOTHING_LIVE)
+        pieces = micro_batches(batch, self.options.micro_batch_size, self.parallel, sequence_parallel=False)
+        metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
+        finite = all(math.isfinite(value) for value in metrics.values())
+        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
+        return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
+
+    def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
+        """Forward and backward of all micro-batches; `.grad` of every parameter is then that of the whole batch of all ranks."""
+        self.model.train()
+        self.module.zero_grad(set_to_none=True)
+        collected: Collected = []
+        for number, piece in enumerate(pieces, start=1):
+            several = self.model is not self.module
+            # gradients add up on each rank; the last micro-batch sends their sum
+            with self.model.no_sync() if several and number < len(pieces) else contextlib.nullcontext():
+                raw_2N = self._forward(self.model, piece, loss.temperature)
+                value, metrics = loss.terms(token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
+                if not raw_2N.shape[1]:
+                    value = value + raw_2N.sum()  # no target: keep the graph, the other ranks wait for its gradient
+                collected.append((value.detach().clone(), metrics))
+                # DDP takes the mean over ranks; the loss is normalised by the counts of all of them already
+                (value * self.parallel.dp_size).backward()
+        return collected
+
+    def _forward(self, model: Any, piece: Batch, temperature: float) -> Tensor:
+        """[2, N]: log-probability and entropy of the micro-batch's targets.
+
+        Rows are right-padded: the causal mask alone keeps padding out of real tokens, and what padding computes is never
+        read. Only positions that predict a target of some row go through the head.
+        """
+        column_K = piece.mask_BT.any(0).nonzero()[:, 0]
+        B, T = piece.ids_BT.shape
+        inputs = {
+            "position_ids": torch.arange(T, device=piece.ids_BT.device).expand(B, T),
+            "use_cache": False,
+            "logits_to_keep": column_K - 1,
+        }
+        with torch.autocast(piece.ids_BT.device.type, dtype=torch.bfloat16, enabled=self.options.bf16):
+            logits = model(input_ids=piece.ids_BT, **{name: value for name, value in inputs.items() if name in self._accepted}).logits
+        if "logits_to_keep" not in self._accepted:
+            logits = logits[:, column_K - 1]
+        logits_NV = logits[piece.mask_BT[:, column_K]]
+        target_N = piece.ids_BT[piece.mask_BT]
+        return torch.stack(token_log_probs(logits_NV, target_N, vocab_size=logits_NV.shape[1], temperature=temperature))
+
+    # ---- inference
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+        """See `Engine.log_probs`."""
+        self.model.eval()
+        pieces = micro_batches(batch, self.options.eval_batch_size, self.parallel, sequence_parallel=False)
+        raw_2N = torch.cat([self._forward(self.module, piece, temperature) for piece in pieces], dim=1)
+        return token_outputs(raw_2N, batch.to(self.parallel.device), entropy)
+
+    # ---- weights and checkpoints
+
+    def weights(self) -> ModuleWeights:
+        """See `Engine.weights`."""
+        return ModuleWeights(self.module, self._hf_config, dist.group.WORLD if self.parallel.world_size > 1 else None)
+
+    def save(self, path: Path) -> None:
+        """See `Engine.save`."""
+        save_state(path, self.weights(), self.optimizer if self.options.save_optimizer else None, self.parallel, self.folder)
+
+    def load(self, path: Path) -> None:
+        """See `Engine.load`."""
+        load_state(path, self.module, self.optimizer, self.parallel)
+
+
+def _accepted(module: PreTrainedModel) -> set[str]:
+    """Which optional arguments the model's forward has. Positions for the head are trusted to Transformers' own code alone."""
+    names = set(inspect.signature(module.forward).parameters)
+    return names if type(module).__module__.startswith("transformers.") else names - {"logits_to_keep"}

@@ -1,0 +1,37 @@
+"""What a Megatron model and its data parallelism are told; plain values, so that reading them needs no megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the run, not the checkpoint, says about a model."""
+
+    dtype: torch.dtype = torch.float32
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
+    bias_activation_fusion: bool = False
+    init_weights: bool = False
+    """Draw initial weights instead of leaving them for a checkpoint to fill. An engine without a folder sets it."""
+    additional_configs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of TransformerConfig, by Megatron's names: those in `build.HONOURED`, others only at the value they have."""
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """How gradients and optimizer states are kept over data-parallel ranks (Megatron's names)."""
+
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = True
+    ddp_bucket_size: int | None = None

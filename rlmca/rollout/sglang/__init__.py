@@ -1,0 +1,1 @@
+"""Rollouts by SGLang servers: processes of an environment of their own, spoken to over HTTP."""

@@ -1,0 +1,141 @@
+"""From a configuration to a Python, a command line, and the choice of the engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmca.config import ConfigError
+from rlmca.rollout.base import RolloutError
+from rlmca.rollout.sglang import environment
+from rlmca.rollout.sglang.environment import resolve_engine, sglang_python
+from rlmca.rollout.sglang.server import server_command
+from rlmca.rollout.sglang.setup import served_model, server_options, sglang_engine
+from tests.helpers.models import save_model
+from tests.rollout.sglang.conftest import run_config
+from tests.rollout.sglang.double import Double
+
+
+def fake_python(path: Path, has_sglang: bool) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nexit {0 if has_sglang else 1}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trainer environment with nothing beside it; the folder that holds it."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    return tmp_path
+
+
+def test_the_environment_beside_the_trainers_is_found(trainer: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither this environment nor .*\.venv-sglang.* has sglang: run `make venv`"):
+        sglang_python()
+    beside = fake_python(trainer / ".venv-sglang" / "bin" / "python", True)
+    assert sglang_python() == beside
+    fake_python(beside, False)
+    with pytest.raises(ConfigError, match="make venv"):
+        sglang_python()
+
+
+def test_the_trainers_own_environment_comes_first(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(trainer / ".venv-sglang" / "bin" / "python", True)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: object())
+    assert sglang_python() == Path(sys.executable)
+
+
+def test_a_configured_python_must_be_right(tmp_path: Path) -> None:
+    assert sglang_python(str(fake_python(tmp_path / "good", True))) == tmp_path / "good"
+    for path, words in (
+        (tmp_path / "none", "does not exist"),
+        (fake_python(tmp_path / "bad", False), "has no sglang"),
+        (tmp_path, "does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=rf"sglang: python: {path} {words}"):
+            sglang_python(str(path))
+    (tmp_path / "text").write_text("no program")
+    with pytest.raises(ConfigError, match="cannot be run"):
+        sglang_python(str(tmp_path / "text"))
+
+
+def test_auto_is_sglang_with_a_gpu_and_an_environment(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = run_config(rollout_engine="auto", use_cpu=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_engine(auto) == "local"
+    fake_python(trainer / ".venv-sglang" / "bin" / "python", True)
+    assert resolve_engine(auto) == "sglang"
+    assert resolve_engine(run_config(rollout_engine="auto", use_cpu=True)) == "local"
+    with pytest.raises(ConfigError, match="does not exist"):
+        resolve_engine(run_config(rollout_engine="auto", use_cpu=False, sglang={"python": "/no/python"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_engine(auto) == "local" == resolve_engine(run_config(rollout_engine="torch"))
+    assert resolve_engine(run_config(rollout_engine="auto", sglang_base_urls="http://h:1", sync={"method": "tensor"})) == "sglang"
+    assert resolve_engine(run_config()) == "sglang"
+
+
+def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = fake_python(tmp_path / "python", True)
+    folder = save_model("qwen3_tied", tmp_path / "model")
+    options = {
+        "python": str(python),
+        "num_engines": 2,
+        "tp": 2,
+        "ep": 2,
+        "max_running_requests": 7,
+        "context_length": 100,
+        "api_key": "SECRET",
+    }
+    cfg = run_config(
+        use_cpu=False,
+        seed=11,
+        sglang=options | {"mem_fraction_static": 0.5, "extra_args": {"chunked_prefill_size": 64, "enable-metrics": True}},
+    )
+    model = served_model(folder, 100)
+    assert (model.max_length, model.vocab_size) == (100, 67)
+
+    def command(number: int, cuda: bool) -> str:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        made = server_options(cfg, folder, model, torch.bfloat16, tmp_path / "logs", number)
+        assert made.log == tmp_path / "logs" / f"sglang-{number}.log" and made.api_key == "SECRET"
+        return " ".join(server_command(made, tmp_path / "served", 999))
+
+    gpu, cpu = command(1, True), command(0, False)
+    for line in (gpu, cpu):
+        assert (
+            "SECRET" not in line
+            and f"--model-path {tmp_path / 'served'} --host 127.0.0.1 --port 999 --dtype bfloat16 --random-seed 11" in line
+        )
+        assert "--skip-tokenizer-init --tp-size 2" in line and "--context-length 116" in line and "--ep-size 2" in line
+        assert line.endswith("--chunked-prefill-size 64 --enable-metrics") and "--max-running-requests 7" in line
+    assert "sglang_side/launch.py" in gpu and "--base-gpu-id 2" in gpu and "deterministic" not in gpu
+    assert "sglang_side/launch_cpu.py" in cpu and "--enable-deterministic-inference" in cpu and "gpu" not in cpu.split("launch_cpu.py")[1]
+
+
+def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="context_length 129 is more than the model's max_position_embeddings 128"):
+        served_model(save_model("llama", tmp_path), 129)
+
+
+def test_servers_that_ran_already_get_the_folders_weights_first(tmp_path: Path) -> None:
+    folder = save_model("qwen3_untied", tmp_path / "model")
+    one, two = Double(version="57"), Double()
+    with one.serving(), two.serving():
+        cfg = run_config(sglang_base_urls=[one.url, two.url], sync={"method": "tensor", "bucket_mb": 1000})
+        with sglang_engine(cfg, folder, dtype=torch.float32, log_dir=tmp_path) as engine:
+            assert engine.version == 0 and one.version == two.version == "0"
+            assert sorted(one.received()[0]) == sorted(engine.model.expected.shapes)
+
+
+def test_a_server_that_is_not_there_is_named_and_started_ones_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlmca.rollout.sglang import server
+
+    monkeypatch.setattr(server, "_ATTACH_S", 0.3)
+    folder = save_model("qwen3_tied", tmp_path / "model")
+    with pytest.raises(RolloutError, match=r"SGLang server http://127.0.0.1:9 was not ready within 0.3 s"):
+        sglang_engine(run_config(sglang_base_urls="http://127.0.0.1:9"), folder, dtype=torch.float32, log_dir=tmp_path)
