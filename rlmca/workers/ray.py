@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,7 +100,7 @@ class _Rank:
 
 
 class RayGroup:
-    """A role on all ranks. See `WorkerGroup`."""
+    """A role on all ranks. See `WorkerGroup`. Paths go out whole: ranks need not work in the folder of this process."""
 
     def __init__(self, role: str, ranks: RayRanks) -> None:
         self.role, self._ranks = role, ranks
@@ -119,15 +120,16 @@ class RayGroup:
 
     def export(self, options: ExportOptions, tokenizer: Tokenizer | None) -> None:
         """See `WorkerGroup`. Rank 0 writes: with several nodes the folder must be on a file system that they share."""
-        self._call("export", options, tokenizer)
+        whole = replace(options, out_dir=options.out_dir.absolute(), source_dir=options.source_dir.absolute())
+        self._call("export", whole, tokenizer)
 
     def save(self, path: Path) -> None:
         """See `WorkerGroup`; on a file system that all nodes share."""
-        self._call("save", path)
+        self._call("save", path.absolute())
 
     def load(self, path: Path) -> None:
         """See `WorkerGroup`; from a file system that all nodes share."""
-        self._call("load", path)
+        self._call("load", path.absolute())
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._ranks.everywhere("call", self.role, method, *args, **kwargs)[0]

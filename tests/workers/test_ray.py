@@ -27,19 +27,20 @@ from tests.helpers.ranks import rank_pool
 
 pytestmark = pytest.mark.serial
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {"use_distributed_optimizer": True},
     "tp2_dp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "huggingface_dp2": {"ddp_bucket_cap_mb": 1},
 }
-WORLDS = {"one": 1, "tp2": 2, "pp2": 2, "dp2": 2, "tp2_dp2": 4}
+WORLDS = {"one": 1, "tp2": 2, "pp2": 2, "dp2": 2, "tp2_dp2": 4, "huggingface_dp2": 2}
 
 
 def config(folder: Path, layout: str, **changes: Any) -> RunConfig:
     values = {"model_name_or_path": str(folder), "dataset": "d", "output_dir": "o", "per_device_train_batch_size": 2, "seed": 7}
-    return make_config({**values, **LAYOUTS[layout], **changes}, env=Environment(use_mca=True))
+    return make_config({**values, **LAYOUTS[layout], **changes}, env=Environment(use_mca=not layout.startswith("huggingface")))
 
 
 def work(ranks: Any, folder: Path, out: Path) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def spmd_work(cfg: RunConfig, folder: Path, out: Path) -> dict[str, Any]:
     from rlmca.workers import SpmdRanks
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cfg = dataclasses.replace(cfg, env=Environment(use_mca=True, rank=rank, local_rank=rank, world_size=world))
+    cfg = dataclasses.replace(cfg, env=dataclasses.replace(cfg.env, rank=rank, local_rank=rank, world_size=world))
     return work(SpmdRanks(cfg), folder, out)
 
 
