@@ -60,7 +60,8 @@ def plan_launch(cfg: RunConfig, devices: int) -> Launch:
             nodes = range(env.nnodes or 1, (env.nnodes or 1) + 1)
         worlds = tuple(n * nproc for n in nodes)
         launch = Launch(nproc=nproc, world_sizes=worlds, torchrun=env.force_torchrun or max(worlds) > 1)
-    several = cfg.stage == "grpo" and (max(launch.world_sizes) > 1 or bool(processes.ray_num_workers))
+    asked = bool(processes.ray_num_workers or processes.ray_address or processes.ray_init_kwargs)
+    several = cfg.stage == "grpo" and (max(launch.world_sizes) > 1 or asked)
     if not (processes.use_ray or several):
         return launch
     errors = _ray_errors(cfg)
@@ -82,6 +83,9 @@ def _ray_errors(cfg: RunConfig) -> list[str]:
             "NNODES, NODE_RANK, MIN_NNODES, MAX_NNODES belong to torchrun; on Ray start the run once and write ray_address "
             "(of a cluster made with `ray start`) and ray_num_workers"
         )
+    of_torchrun = [name for name, value in (("RDZV_ID", env.rdzv_id), ("MAX_RESTARTS", env.max_restarts)) if value is not None]
+    if of_torchrun:
+        errors.append(f"{' and '.join(of_torchrun)}: belongs to torchrun, and ranks of this run are Ray actors: unset it")
     if env.force_torchrun:
         errors.append("FORCE_TORCHRUN=1 and Ray exclude each other: unset it, or set NPROC_PER_NODE=1 and leave use_ray out")
     if importlib.util.find_spec("ray") is None:

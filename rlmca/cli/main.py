@@ -111,8 +111,8 @@ def _train(cfg: RunConfig, options: argparse.Namespace, overrides: Sequence[str]
     if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus}: at least 1")
     launch = plan_launch(cfg, local_devices(cfg))
-    if launch.ray:
-        cfg = dataclasses.replace(cfg, ray_ranks=launch.world_sizes[0])
+    if launch.ray or (cfg.stage == "grpo" and (options.gpus or 1) > 1):
+        cfg = dataclasses.replace(cfg, ray_ranks=options.gpus or launch.world_sizes[0])
     if options.dry_run:
         from rlmca.planner import dry_run
 

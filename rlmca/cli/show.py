@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlmca.config import FOREIGN, ConfigError, RunConfig, describe, keys
+from rlmca.config import FOREIGN, ConfigError, LateError, RunConfig, describe, keys
 
 
 def errors(error: ConfigError) -> None:
@@ -15,7 +15,8 @@ def errors(error: ConfigError) -> None:
 
     console = Console(stderr=True)
     count = len(error.errors)
-    console.print(Text(f"{count} error{'s' if count > 1 else ''}, nothing was started:", style="bold red"))
+    what = "the run ended" if isinstance(error, LateError) else "nothing was started"
+    console.print(Text(f"{count} error{'s' if count > 1 else ''}, {what}:", style="bold red"))
     for number, text in enumerate(error.errors, start=1):
         console.print(Text(f"  {number}. {text}"), soft_wrap=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmca.cli import show
-from rlmca.config import ConfigError, RunConfig
+from rlmca.config import ConfigError, LateError, RunConfig
 
 Runner = Callable[[RunConfig], Mapping[str, Any] | Path]
 
@@ -22,7 +22,9 @@ def run_command(cfg: RunConfig, command: str) -> int:
     try:
         results = runner(cfg)
     except _user_errors() as error:
-        raise ConfigError(str(error).splitlines() or [type(error).__name__]) from error
+        raise LateError(str(error).splitlines() or [type(error).__name__]) from error
+    except ConfigError as error:
+        raise LateError(error.errors) from error
     except Interrupted as error:
         if cfg.env.is_main:
             show.message(str(error))

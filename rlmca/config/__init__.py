@@ -7,7 +7,7 @@ from rlmca.config.data import DataConfig
 from rlmca.config.describe import describe
 from rlmca.config.dump import to_yaml
 from rlmca.config.environment import Environment
-from rlmca.config.errors import ConfigError
+from rlmca.config.errors import ConfigError, LateError
 from rlmca.config.export import ExportConfig
 from rlmca.config.foreign import ALIASES, FOREIGN, Foreign
 from rlmca.config.generation import GenerationConfig
@@ -33,6 +33,7 @@ __all__ = [
     "GenerationConfig",
     "HuggingFaceConfig",
     "Key",
+    "LateError",
     "MegatronConfig",
     "ModelConfig",
     "RLConfig",

@@ -46,6 +46,10 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
 def notes(cfg: RunConfig, command: str) -> Iterator[str]:
     """One sentence for each honoured key that this command or stage does not use."""
     if command != "train":
+        for name in ("use_ray", "ray_address", "ray_num_workers"):
+            if getattr(cfg.processes, name):
+                yield f"{name} has no effect: {command} works in one process"
+        yield from rollout_checks.notes(cfg)
         return
     given = cfg.given
 

@@ -52,6 +52,12 @@ def _huggingface(cfg: RunConfig) -> Iterator[Finding]:
             )
         elif not isinstance(value, bool):
             yield ("gradient_checkpointing_kwargs",), f"gradient_checkpointing_kwargs.use_reentrant: {value!r} is neither true nor false"
+    if own.gradient_checkpointing_kwargs.get("use_reentrant") is True and own.ddp_find_unused_parameters:
+        yield (
+            ("gradient_checkpointing_kwargs", "ddp_find_unused_parameters"),
+            "gradient_checkpointing_kwargs: {use_reentrant: true} and ddp_find_unused_parameters: true exclude each other in torch: "
+            "write use_reentrant: false",
+        )
     if own.gradient_checkpointing_kwargs and not own.gradient_checkpointing:
         yield (
             ("gradient_checkpointing", "gradient_checkpointing_kwargs"),

@@ -16,3 +16,7 @@ class ConfigError(Exception):
         if len(self.errors) == 1:
             return self.errors[0]
         return "\n".join(f"{number}. {error}" for number, error in enumerate(self.errors, start=1))
+
+
+class LateError(ConfigError):
+    """A mistake of the user that only the running stage could see; something was started by then."""

@@ -65,6 +65,10 @@ def _sync(cfg: RunConfig) -> Iterator[Finding]:
 def notes(cfg: RunConfig) -> Iterator[str]:
     """One sentence for each option that the chosen engine or method does not use."""
     rollout = cfg.rollout
+    if rollout.rollout_engine == "auto" and not rollout.sglang_base_urls:
+        for name in ("sglang", "sync"):
+            if changed(getattr(rollout, name)) and name in cfg.given:
+                yield f"{name} is used only where rollout_engine: auto means sglang (with a CUDA device); write rollout_engine: sglang"
     if rollout.rollout_engine == "local":
         for name, options in (("sglang", rollout.sglang), ("sync", rollout.sync)):
             if changed(options) and name in cfg.given:

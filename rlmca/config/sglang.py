@@ -76,6 +76,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "admin-api-key": "write sglang: {api_key: ...}",
     "load-format": "it follows from the model's folder",
     "weight-version": "it counts the updates",
+    "trust-remote-code": "write trust_remote_code at the top level",
 }
 """Flags of `sglang.launch_server` that the program sets, and what to write instead."""
 

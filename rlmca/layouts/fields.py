@@ -18,6 +18,9 @@ class FieldError(ValueError):
         self.field, self.value, self.works = field, value, works
         super().__init__(f"{field}: {value!r} is not supported; {works}")
 
+    def __reduce__(self) -> tuple[type, tuple[str, Any, str]]:
+        return type(self), (self.field, self.value, self.works)
+
 
 class UnsupportedField(ValueError):
     """Fields of a config that would be ignored or computed differently; `errors` lists all of them."""
@@ -25,6 +28,10 @@ class UnsupportedField(ValueError):
     def __init__(self, model_type: str, errors: list[FieldError]) -> None:
         self.errors = errors
         super().__init__(f"config.json of model type {model_type}:\n" + "\n".join(map(str, errors)))
+        self.model_type = model_type
+
+    def __reduce__(self) -> tuple[type, tuple[str, list[FieldError]]]:
+        return type(self), (self.model_type, self.errors)  # ranks send it to the process that started them
 
 
 @dataclass(frozen=True)

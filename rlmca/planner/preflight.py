@@ -39,7 +39,7 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
     errors += template_errors(cfg.model.template)
     errors += _schedule_errors(cfg)
     errors += check_report_to(cfg.train.report_to)
-    if cfg.stage == "grpo":
+    if cfg.stage == "grpo" or (cfg.rewards.rewards and cfg.data.eval_dataset):
         errors += _reward_errors(cfg)
         errors += _rollout_errors(cfg)
     sources = check_sources(cfg.data)

@@ -34,10 +34,11 @@ def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     kind = "processes" if cfg.ray_ranks is None else "Ray actors"
     data = f"data {world_size // model_parallel_size(cfg)} = {world_size} {kind}"
     layout = data if cfg.engine == "huggingface" else split + data
+    precision = "bfloat16 with float32 masters" if cfg.engine == "megatron" else "float32 weights, bfloat16 autocast"
     return [
         ("stage", cfg.stage),
         ("model", cfg.model.model_name_or_path),
-        ("engine", f"{cfg.engine}, {'bfloat16 with float32 masters' if cfg.train.bf16 else 'float32'}"),
+        ("engine", f"{cfg.engine}, {precision if cfg.train.bf16 else 'float32'}"),
         ("layout", layout + (", sequence parallel" if megatron.sequence_parallel else "")),
         ("output", cfg.train.output_dir),
     ]

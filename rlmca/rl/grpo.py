@@ -15,7 +15,7 @@ from rlmca.run.evaluate import evaluate_policy
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.rollouts import RolloutWriter
 from rlmca.run.session import Session
-from rlmca.run.source import open_source, rollout_engine, sampling_params
+from rlmca.run.source import check_lengths, open_source, rollout_engine, sampling_params
 from rlmca.transfer.source import resolve_model
 
 
@@ -34,6 +34,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
         prompts = load_prompts(cfg.data, source.template, longest, log=say(parallel), seed=seed, hub=hub)
         evals = cfg.data.eval_dataset
         held_out = load_prompts(cfg.data, source.template, longest, evals, say(parallel), seed=seed, hub=hub) if evals else None
+        check_lengths(cfg, source, [*prompts, *(held_out or [])])
         plan = batch_plan(cfg, math.prod(ranks.sizes), len(prompts))
         session = Session(cfg, plan, ranks, best_metric="accuracy", lower_is_better=False)
         order = ShuffledOrder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ from rlmca.rewards import build_rewards
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
-from rlmca.run.source import open_source, rollout_engine, sampling_params
+from rlmca.run.source import check_lengths, open_source, rollout_engine, sampling_params
 from rlmca.transfer.convert import rewrite_hf
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample
@@ -144,7 +145,8 @@ def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     prompts = load_prompts(cfg.data, source.template, longest, names, note, seed=cfg.train.seed, hub=hub)
     device = "cuda" if torch.cuda.is_available() and not cfg.train.use_cpu else "cpu"
     params = sampling_params(cfg, source, greedy=not sampled)
-    log_dir = Path(cfg.train.output_dir or tempfile.mkdtemp(prefix="rlmca-")) / "sglang"
+    check_lengths(cfg, source, prompts)
+    log_dir = Path(cfg.train.output_dir) / "sglang" if cfg.train.output_dir else Path(tempfile.gettempdir()) / f"rlmca-{os.getpid()}"
     engine = rollout_engine(cfg, source, device, log_dir)
     return _Loaded(source.tokenizer, prompts, engine, params, n)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from transformers import GenerationConfig
 
 from rlmca.config import RunConfig
 from rlmca.data import ChatTemplate, DataError, load_tokenizer, stop_ids
-from rlmca.rollout.base import RolloutEngine, SamplingParams
+from rlmca.rollout.base import RolloutEngine, RolloutError, SamplingParams
 from rlmca.rollout.local import LocalEngine
-from rlmca.rollout.samples import stop_text_ids
+from rlmca.rollout.samples import PromptRow, stop_text_ids
 from rlmca.rollout.sglang.environment import resolve_engine
-from rlmca.transfer.source import resolve_model
+from rlmca.transfer.source import read_hf_config, resolve_model
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,21 @@ def rollout_engine(cfg: RunConfig, source: Source, device: torch.device | str, l
         rollout_batch=cfg.rollout.rollout_batch,
         load_options={"trust_remote_code": cfg.model.trust_remote_code},
     )
+
+
+def check_lengths(cfg: RunConfig, source: Source, prompts: Sequence[PromptRow]) -> None:
+    """Raises RolloutError, before anything is written, when the longest prompt and its reply would not fit the model.
+
+    An engine would find out in the middle of a run, at the first step that has that prompt.
+    """
+    config = read_hf_config(source.folder)
+    own = (config.get("text_config") or config).get("max_position_embeddings")
+    served = cfg.rollout.sglang.context_length if resolve_engine(cfg) == "sglang" else None
+    limit = min((n for n in (own, served) if n is not None), default=None)
+    longest = max((len(prompt.ids) for prompt in prompts), default=0)
+    if limit is not None and longest + cfg.generation.max_new_tokens > limit:
+        name = "sglang: context_length" if limit == served else "the model's max_position_embeddings"
+        raise RolloutError(
+            f"the longest prompt has {longest} tokens and max_new_tokens is {cfg.generation.max_new_tokens}, together more than {name} "
+            f"{limit}: lower max_new_tokens or max_prompt_len"
+        )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import ray
 from rlmca.config import RunConfig
 from rlmca.workers.base import WorkerError
 
+_LONGEST_FOLDER = 30
 _FORWARDED = ("NCCL_", "GLOO_", "HF_", "TORCH_", "OMP_", "MKL_", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 
 
@@ -31,18 +34,35 @@ def connect(stack: contextlib.ExitStack, cfg: RunConfig, world_size: int) -> boo
     arguments: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR"}
     if processes.ray_address is None:
         cpus = max(os.cpu_count() or 1, world_size)
-        arguments |= {"num_cpus": cpus, "include_dashboard": False}
+        # "local": no cluster that happens to run on this machine, or that RAY_ADDRESS names, is meant
+        arguments |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+        if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
+            arguments["_temp_dir"] = "/tmp/ray"  # addresses of Ray's sockets are limited to 107 characters
     else:
         arguments |= {"address": processes.ray_address}
     if processes.ray_address is None:
         stack.enter_context(_guarded())
     try:
-        ray.init(**arguments | processes.ray_init_kwargs)
-    except (ConnectionError, ValueError, TypeError, RuntimeError) as error:
+        with _terminate_blocked():
+            ray.init(**arguments | processes.ray_init_kwargs)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         where = "ray_init_kwargs" if processes.ray_address is None else f"ray_address: {processes.ray_address}"
         raise WorkerError(f"{where}: Ray did not start: {str(error).splitlines()[0]}") from error
     stack.callback(ray.shutdown)
     return processes.ray_address is None
+
+
+@contextlib.contextmanager
+def _terminate_blocked() -> Iterator[None]:
+    """Processes started meanwhile never see SIGTERM.
+
+    Schedulers send it to a whole process group. The run answers with a checkpoint, for which it needs its cluster.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -168,10 +168,23 @@ class RayRanks:
         """What `_Rank.stream` of rank 0 yields, while the others send it their parts."""
         ahead = {"num_returns": "streaming", "_generator_backpressure_num_objects": _BUCKETS_AHEAD}
         streams = [actor.stream.options(**ahead).remote(role) for actor in self._actors]
-        with _unwrapped(0):
-            for reference in streams[0]:
-                yield ray.get(reference)
-        self._wait([stream.completed() for stream in streams])
+        others = {stream.completed(): rank for rank, stream in enumerate(streams) if rank}
+        while True:
+            try:
+                for reference in ray.wait([streams[0], *others], num_returns=1)[0]:
+                    if reference is not streams[0]:
+                        with _unwrapped(others.pop(reference)):
+                            ray.get(reference)
+                        continue
+                    with _unwrapped(0):
+                        try:
+                            bucket = ray.get(next(reference))
+                        except StopIteration:
+                            self._wait(list(others))
+                            return
+                    yield bucket
+            except RuntimeError as error:
+                _raise_the_cause(error, others)
 
     def _start_actors(self, cfg: RunConfig, world_size: int) -> list[Any]:
         resources = rank_resources(cfg, world_size)
@@ -236,5 +249,13 @@ def _unwrapped(rank: int) -> Iterator[None]:
         cause.add_note(f"on rank {rank}:\n{error}")
         raise cause from None
     except ray.exceptions.RayActorError as error:
-        text = str(error).strip().splitlines()
-        raise WorkerError(f"rank {rank} ended in the middle of a call: {text[0] if text else 'no reason is known'}") from None
+        raise WorkerError(f"rank {rank} ended in the middle of a call: {_reason(str(error))}") from None
+
+
+def _reason(text: str) -> str:
+    """What Ray says of a dead actor, without the table of its numbers."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if missing := [line for line in lines if "No module named" in line]:
+        return f"{missing[-1]} (the package must be installed on every node)"
+    why = [line for line in lines if "is dead because" in line or "Error" in line]
+    return " ".join(dict.fromkeys([*lines[:1], *why[-1:]])) or "no reason is known"

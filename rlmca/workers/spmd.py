@@ -29,13 +29,14 @@ class SpmdGroup:
         self.engine, self.parallel = engine, parallel
 
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
-        """See `WorkerGroup`. Raises ValueError for fewer rows than data-parallel ranks."""
+        """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
+        batch = self._grown(batch)
         return self.engine.train_batch(batch.rows(self._own(len(batch))), loss, learning_rate)
 
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
         real, width = batch.ids_BT.shape
-        batch = batch.pad_to(max(real, self.parallel.dp_size), width)
+        batch = self._grown(batch)
         own = self._own(len(batch))
         out = self.engine.log_probs(batch.rows(own), temperature=temperature, entropy=entropy)
         if self.parallel.dp_size == 1:
@@ -69,6 +70,10 @@ class SpmdGroup:
     def load(self, path: Path) -> None:
         """See `WorkerGroup`."""
         self.engine.load(path)
+
+    def _grown(self, batch: Batch) -> Batch:
+        """Filters of RL may leave fewer samples than ranks: what one rank trains on, two must train on too."""
+        return batch.pad_to(max(len(batch), self.parallel.dp_size), batch.ids_BT.shape[1])
 
     def _own(self, rows: int) -> list[int]:
         return share(range(rows), self.parallel.dp_rank, self.parallel.dp_size)

@@ -53,6 +53,7 @@ def test_how_many_processes(env: dict[str, Any], devices: int, launch: Launch) -
         ({}, {"force_torchrun": True, "nproc_per_node": 1}, 8, Launch(1, (1,), True)),
         ({"ray_num_workers": 4}, {}, 0, Launch(4, (4,), False, ray=True)),
         ({"use_ray": True}, {}, 0, Launch(1, (1,), False, ray=True)),
+        ({"ray_address": "auto"}, {}, 0, Launch(1, (1,), False, ray=True)),
         ({"use_ray": True, "ray_address": "auto", "ray_num_workers": 16}, {}, 8, Launch(16, (16,), False, ray=True)),
         ({"use_ray": False}, {"nproc_per_node": 1}, 8, Launch(1, (1,), False)),
     ],
@@ -72,6 +73,7 @@ def test_supervised_stages_take_ray_only_when_asked() -> None:
         ({"use_ray": False}, {"nproc_per_node": 2}, "use_ray: false, but stage grpo over several processes needs Ray"),
         ({}, {"rank": 0, "local_rank": 0, "world_size": 2}, "stage grpo over 2 processes of torchrun: its ranks are Ray actors"),
         ({}, {"nnodes": 2, "nproc_per_node": 4}, "on Ray start the run once and write ray_address"),
+        ({}, {"max_restarts": 3, "rdzv_id": "x", "nproc_per_node": 2}, "RDZV_ID and MAX_RESTARTS: belongs to torchrun"),
         ({}, {"force_torchrun": True, "nproc_per_node": 2}, "FORCE_TORCHRUN=1 and Ray exclude each other"),
     ],
 )

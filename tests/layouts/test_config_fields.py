@@ -106,3 +106,13 @@ def test_published_configs_are_read(name: str) -> None:
     assert (got.get("rope_scaling_factor") == 32.0) is (name == "Llama-3.2-1B")
     modern = CONFIG_CLASSES[config["model_type"]](**config).to_dict()  # what Transformers 5 makes of it
     assert keywords(modern) == got
+
+
+def test_an_unsupported_field_survives_the_way_between_processes() -> None:
+    import pickle
+
+    from rlmca.layouts.fields import FieldError, UnsupportedField
+
+    error = UnsupportedField("qwen3", [FieldError("a", 1, "write 2")])
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and type(again) is UnsupportedField

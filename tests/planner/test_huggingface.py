@@ -30,7 +30,7 @@ def printed(values: dict[str, Any], world_size: int) -> str:
 
 def test_the_plan_names_data_parallelism_alone(values: dict[str, Any]) -> None:
     text = printed({**values, "bf16": True, "gradient_checkpointing": True}, 3)
-    assert "huggingface, bfloat16 with float32 masters" in text
+    assert "huggingface, float32 weights, bfloat16 autocast" in text
     assert "data 3 = 3 processes" in text and "tensor" not in text and "pipeline" not in text
     assert "micro-batch 4 x accumulation 1 x data 3 = 12 rows" in text
     assert not Path(values["output_dir"]).exists()

@@ -88,7 +88,7 @@ def test_the_command_line_trains_on_ray_and_resumes_after_a_signal(project: Path
 
     try:
         wait_for(two_steps, process)
-        process.terminate()
+        os.killpg(process.pid, signal.SIGTERM)  # as schedulers do: Ray's processes are in the group too
         text, _ = process.communicate(timeout=300)
     finally:
         end_group(process)

@@ -89,7 +89,7 @@ def test_a_checkpoint_is_evaluated_as_it_stands(project: Path, whole: Path, tmp_
     assert "eval_accuracy" in json.loads((output / "eval_results.json").read_text())
     assert len((output / "eval_predictions.jsonl").read_text().splitlines()) == 11
     text = run("train", sft_options(project, whole, max_steps=9), USE_MCA="1", status=2)
-    assert "the Hugging Face engine wrote it, unset USE_MCA" in " ".join(text.split())
+    assert "was written by the huggingface engine and this run has the megatron one: set USE_MCA as it was" in " ".join(text.split())
 
 
 CODE = """

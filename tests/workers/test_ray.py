@@ -167,6 +167,17 @@ def test_a_rank_that_dies_ends_the_call_and_the_others(tmp_path: Path, ray_clust
     wait_until_gone(pids)
 
 
+def test_a_rank_that_died_between_calls_is_named_when_weights_are_asked_for(tmp_path: Path, ray_cluster: None) -> None:
+    from rlmca.workers import WorkerError
+
+    folder = save_model("llama", tmp_path / "model")
+    with ray_ranks(config(folder, "tp2"), 2) as ranks:
+        policy = ranks.build("policy", folder)
+        os.kill(ranks.everywhere("pid")[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 1 ended"):
+            list(policy.hf_tensors())
+
+
 def test_mistakes_come_back_as_themselves(tmp_path: Path, ray_cluster: None) -> None:
     """A user's mistake that only a rank can see is the same exception as in one process, not a traceback of actors."""
     folder = save_model("llama", tmp_path / "model")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlmca.config.sglang import SyncOptions
@@ -133,7 +134,7 @@ class SglangEngine:
             with update_folder(parent, for_others=not all(server.own for server in self.servers)) as folder:
                 write_files(stream, folder, without_end_tokens(self.model.config))
                 await load_files(clients, folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise RolloutError(f"weights cannot be written to {parent}: {error}; write sync: {{dir: ...}}") from error
 
     async def _name_weights(self, version: int) -> None:

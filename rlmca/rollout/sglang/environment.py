@@ -15,7 +15,8 @@ from rlmca.config import ConfigError, RunConfig
 BESIDE = Path(".venv-sglang") / "bin" / "python"
 """Where the set-up puts SGLang's environment: beside the folder of the trainer's own."""
 
-_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_FIND = "import importlib.util, sys; s = importlib.util.find_spec('sglang'); sys.exit(s is None or s.origin is None)"
+"""A folder of that name, without an `__init__.py`, is no SGLang; -I keeps the current folder out."""
 
 
 def sglang_python(configured: str | None = None) -> Path:
@@ -68,7 +69,8 @@ def _beside() -> Path:
 
 
 def _unconfigured() -> Path | None:
-    if importlib.util.find_spec("sglang") is not None:
+    own = importlib.util.find_spec("sglang")
+    if own is not None and own.origin is not None:
         return Path(sys.executable)
     return _beside() if _problem(_beside()) is None else None
 
@@ -78,7 +80,7 @@ def _problem(python: Path) -> str | None:
     if not python.is_file():
         return "does not exist: write the path of a Python interpreter"
     try:
-        done = subprocess.run([str(python), "-c", _FIND], capture_output=True, timeout=60, check=False)
+        done = subprocess.run([str(python), "-I", "-c", _FIND], capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"cannot be run: {error}"
     return None if done.returncode == 0 else "has no sglang: install it there, or name another"

@@ -6,11 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
+from transformers import AutoConfig
 
 from rlmca.rollout.base import RolloutError
 from rlmca.transfer.hf_folder import INDEX, ROTARY_TABLE, open_hf_folder, read_config
 
 HEAD = "lm_head.weight"
+
+
+def _tied(folder: Path) -> bool:
+    """Whether the head is the embedding. A config.json may leave it out, and what that means depends on the model."""
+    try:
+        return bool(AutoConfig.from_pretrained(folder).tie_word_embeddings)
+    except (ValueError, OSError, AttributeError):  # code that comes with the model decides nothing here
+        return bool(read_config(folder).get("tie_word_embeddings", False))
 
 
 class ExpectedTensors:
@@ -26,7 +35,7 @@ class ExpectedTensors:
     @classmethod
     def of_folder(cls, folder: Path) -> ExpectedTensors:
         """What the folder's weight files hold, rotary tables aside (servers compute them). Raises HFFolderError for a broken one."""
-        tied = bool(read_config(folder).get("tie_word_embeddings", False))
+        tied = _tied(folder)
         if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", INDEX, "*.bin")):
             return cls(None, tied=tied)
         with open_hf_folder(folder) as files:

@@ -23,7 +23,10 @@ from rlmca.rollout.sglang.process import OwnProcess, group_members
 LAUNCHERS = Path(__file__).parents[2] / "sglang_side"
 API_KEY_VARIABLE = "RLMCA_SGLANG_API_KEY"
 BUSY_PORT = ("address already in use", "port is already in use", "errno 98")
+_TYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+WORK_PREFIX = "rlmca-sglang-"
 _PORT_TRIES = 4
+_LONGEST_FOLDER = 40
 _ATTACH_S = 20.0
 _POLL_S = 0.2
 _TRAINER_ONLY = ("PYTHONPATH", "PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -58,13 +61,14 @@ class SglangServer:
         self._find_port = find_port
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._work: Path | None = None
+        self._dtype: str | None = None
 
     @classmethod
     def launch(cls, options: ServerOptions, find_port: Callable[[], int] | None = None) -> SglangServer:
         """Starts a process and returns at once. It ends with this process at the latest, however that ends."""
         server = cls("", options.api_key or secrets.token_urlsafe(24), options.tp, options, find_port or free_port)
         options.log.parent.mkdir(parents=True, exist_ok=True)
-        server._folder = tempfile.TemporaryDirectory(prefix="rlmca-sglang-", ignore_cleanup_errors=True)  # short: sockets go into it
+        server._folder = tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=short_folder(), ignore_cleanup_errors=True)
         server._work = Path(server._folder.name)
         try:
             serving_folder(options.model, server._work / "model")
@@ -75,9 +79,11 @@ class SglangServer:
         return server
 
     @classmethod
-    def attach(cls, url: str, api_key: str | None = None) -> SglangServer:
-        """A server that somebody else started."""
-        return cls(url, api_key, 1, None, free_port)
+    def attach(cls, url: str, api_key: str | None = None, dtype: str | None = None) -> SglangServer:
+        """A server that somebody else started; `wait_until_ready` refuses one that computes in another type than `dtype`."""
+        server = cls(url, api_key, 1, None, free_port)
+        server._dtype = dtype
+        return server
 
     @property
     def own(self) -> bool:
@@ -168,9 +174,16 @@ class SglangServer:
         if self.own:
             return
         try:
-            self.tp = int(self._get_either("/server_info", "/get_server_info")["tp_size"])
+            info = self._get_either("/server_info", "/get_server_info")
+            self.tp = int(info["tp_size"])
         except (OSError, ValueError, KeyError) as error:
             raise RolloutError(f"{self.name} does not say its tp_size: is it an SGLang server of version 0.5? ({error!r})") from error
+        theirs = _TYPES.get(str(info.get("dtype")))  # auto says nothing
+        if self._dtype is not None and theirs is not None and theirs != self._dtype:
+            raise RolloutError(
+                f"{self.name} computes in {theirs} and this run in {self._dtype}: start it with --dtype {self._dtype}, "
+                f"or write bf16: {str(theirs == 'bfloat16').lower()}"
+            )
 
     def _get_either(self, path: str, older: str) -> dict[str, Any]:
         try:
@@ -191,6 +204,11 @@ class SglangServer:
         with opener.open(request, timeout=30) as answer:
             body: bytes = answer.read()
         return body
+
+
+def short_folder() -> str:
+    """The temporary folder, if the addresses of sockets in it stay below the system's 107 characters; else /tmp."""
+    return tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_FOLDER else "/tmp"
 
 
 def load_files(group: int) -> set[Path]:
@@ -251,6 +269,7 @@ def server_environment(options: ServerOptions, work: Path) -> dict[str, str]:
     for name in ("NO_PROXY", "no_proxy"):
         env[name] = ",".join(filter(None, [env.get(name), "127.0.0.1,localhost"]))
     env["TMPDIR"] = str(work)
+    env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs are those at the sampling temperature, whatever the shell says
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # a little room is added to the model's own, see setup
     if not options.cuda and options.tp > 1:
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(options.tp)))

@@ -37,7 +37,7 @@ def sglang_engine(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, log_dir: 
     servers: list[SglangServer] = []
     try:
         if rollout.sglang_base_urls:
-            servers = [SglangServer.attach(url, rollout.sglang.api_key) for url in rollout.sglang_base_urls]
+            servers = [SglangServer.attach(url, rollout.sglang.api_key, _DTYPES[dtype]) for url in rollout.sglang_base_urls]
         else:
             for number in range(rollout.sglang.num_engines):
                 servers.append(SglangServer.launch(server_options(cfg, folder, model, dtype, log_dir, number)))
@@ -83,13 +83,13 @@ def server_options(cfg: RunConfig, folder: Path, model: ServedModel, dtype: torc
         seed=cfg.train.seed,
         tp=options.tp,
         deterministic=options.deterministic if options.deterministic is not None else not cuda,
-        flags=_flags(options, model, cuda, number),
+        flags=_flags(options, model, cuda, number, cfg.model.trust_remote_code),
         start_timeout=options.start_timeout,
         api_key=options.api_key,
     )
 
 
-def _flags(options: SglangOptions, model: ServedModel, cuda: bool, number: int) -> list[str]:
+def _flags(options: SglangOptions, model: ServedModel, cuda: bool, number: int, trust_remote_code: bool) -> list[str]:
     flags: list[Any] = []
     if model.expected.shapes is None:
         flags += ["--load-format", "dummy"]
@@ -105,6 +105,8 @@ def _flags(options: SglangOptions, model: ServedModel, cuda: bool, number: int) 
         flags += ["--max-running-requests", options.max_running_requests]
     if cuda:
         flags += ["--base-gpu-id", number * options.tp]
+    if trust_remote_code:
+        flags.append("--trust-remote-code")
     return [*map(str, flags), *server_flags(options.extra_args)]
 
 

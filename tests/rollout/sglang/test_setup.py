@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_the_environment_beside_the_trainers_is_found(trainer: Path) -> None:
 
 def test_the_trainers_own_environment_comes_first(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_python(trainer / ".venv-sglang" / "bin" / "python", True)
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="sglang/__init__.py"))
     assert sglang_python() == Path(sys.executable)
 
 
@@ -139,3 +140,42 @@ def test_a_server_that_is_not_there_is_named_and_started_ones_are_ended(tmp_path
     folder = save_model("qwen3_tied", tmp_path / "model")
     with pytest.raises(RolloutError, match=r"SGLang server http://127.0.0.1:9 was not ready within 0.3 s"):
         sglang_engine(run_config(sglang_base_urls="http://127.0.0.1:9"), folder, dtype=torch.float32, log_dir=tmp_path)
+
+
+def test_a_folder_named_sglang_is_no_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone of it, or the log folder of a run, in the current folder."""
+    (tmp_path / "sglang").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert environment._unconfigured() != Path(sys.executable)
+    assert "has no sglang" in str(environment._problem(Path(sys.executable)))
+
+
+def test_what_auto_leaves_unused_is_said() -> None:
+    from rlmca.config import Environment, make_config
+
+    values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "stage": "grpo", "rewards": "exact"}
+    cfg = make_config({**values, "sglang": {"tp": 2}, "sync": {"method": "tensor"}}, env=Environment(use_mca=True))
+    assert [note.split(" ")[0] for note in cfg.notes if "rollout_engine: auto means sglang" in note] == ["sglang", "sync"]
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """safetensors reports it as an error of its own kind."""
+    import asyncio
+
+    from safetensors import SafetensorError
+
+    from rlmca.config.sglang import SyncOptions
+    from rlmca.rollout.sglang import engine as engine_module
+    from rlmca.rollout.sglang.engine import ServedModel, SglangEngine
+    from rlmca.rollout.sglang.expected import ExpectedTensors
+    from rlmca.rollout.sglang.server import SglangServer
+
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(engine_module, "write_files", full)
+    model = ServedModel({"vocab_size": 9}, ExpectedTensors(None), None)
+    engine = SglangEngine([SglangServer.attach("http://127.0.0.1:9")], model, sync=SyncOptions(dir=str(tmp_path)), scratch=tmp_path)
+    with pytest.raises(RolloutError, match=r"weights cannot be written to .*No space left.*write sync: \{dir: ...\}"):
+        asyncio.run(engine._update_by_files([], []))
