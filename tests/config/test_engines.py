@@ -17,7 +17,7 @@ SFT: dict[str, Any] = {"model_name_or_path": "m", "dataset": "d", "output_dir": 
 GRPO: dict[str, Any] = {**SFT, "stage": "grpo", "rewards": "exact"}
 OWN: dict[str, Any] = {
     "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "ddp_find_unused_parameters": True,
     "ddp_bucket_cap_mb": 50,
 }
@@ -71,7 +71,7 @@ def test_commands_without_training_take_the_files_of_both_engines(command: str) 
     ("wrong", "repair", "words"),
     [
         (
-            {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
             {"gradient_checkpointing": True},
             "needs gradient_checkpointing: true",
         ),

@@ -95,7 +95,7 @@ def test_options_of_the_other_engine_or_method_are_noted() -> None:
         "sglang has no effect: rollout_engine is local",
         "sync has no effect: rollout_engine is local",
     )
-    assert config(sync={"bucket_mb": 5}).notes == ("sync.bucket_mb has no effect: sync.method is disk",)
+    assert config(rollout_engine="sglang", sync={"bucket_mb": 5}).notes == ("sync.bucket_mb has no effect: sync.method is disk",)
 
 
 def test_no_secret_is_shown_dumped_or_repeated(tmp_path: Path) -> None:
