@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmca.config.arithmetic import BatchPlan, batch_plan, layout_errors, model_parallel_size
+from rlmca.config.arithmetic import BatchPlan, batch_plan, layout_chunks, layout_errors, model_parallel_size, virtual_stages
 from rlmca.config.data import DataConfig
 from rlmca.config.describe import describe
 from rlmca.config.dump import to_yaml
@@ -45,9 +45,11 @@ __all__ = [
     "batch_plan",
     "describe",
     "keys",
+    "layout_chunks",
     "layout_errors",
     "load_config",
     "make_config",
     "model_parallel_size",
     "to_yaml",
+    "virtual_stages",
 ]

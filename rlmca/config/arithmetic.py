@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from rlmca.config.errors import ConfigError
@@ -40,17 +41,37 @@ class BatchPlan:
 
 def model_parallel_size(cfg: RunConfig) -> int:
     """Ranks that hold one copy of the model."""
-    return cfg.megatron.tensor_model_parallel_size * cfg.megatron.pipeline_model_parallel_size
+    m = cfg.megatron
+    return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+
+
+def virtual_stages(cfg: RunConfig) -> int:
+    """Chunks of the model on each pipeline stage."""
+    layout, stages = cfg.megatron.pipeline_model_parallel_layout, cfg.megatron.pipeline_model_parallel_size
+    if layout is not None:
+        return max(1, len(layout_chunks(layout)) // stages)
+    return cfg.megatron.virtual_pipeline_model_parallel_size or 1
+
+
+def layout_chunks(layout: str) -> list[str]:
+    """The chunks of a `pipeline_model_parallel_layout`, repetitions written out: `Et*2|(t|)*2L` is ["Ett", "t", "t", "L"]."""
+    text = re.sub(r"[\s,]", "", layout)
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
+        while re.search(pattern, text):
+            text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
 
 
 def layout_errors(cfg: RunConfig, world_size: int) -> list[str]:
     """Why `world_size` processes cannot carry the parallel layout; empty when they can."""
     tensor, pipeline = cfg.megatron.tensor_model_parallel_size, cfg.megatron.pipeline_model_parallel_size
-    size = tensor * pipeline
+    context = cfg.megatron.context_parallel_size
+    size = tensor * pipeline * context
     if world_size % size == 0:
         return []
     fix = f"set NPROC_PER_NODE={size}" if world_size < size else "change NPROC_PER_NODE or the parallel sizes"
-    return [f"world size {world_size} is not a multiple of tensor {tensor} x pipeline {pipeline} = {size}; {fix}"]
+    also = f" x context {context}" if context > 1 else ""
+    return [f"world size {world_size} is not a multiple of tensor {tensor} x pipeline {pipeline}{also} = {size}; {fix}"]
 
 
 def batch_plan(cfg: RunConfig, world_size: int, num_rows: int) -> BatchPlan:

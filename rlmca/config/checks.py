@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlmca.config import engine_checks, rollout_checks
+from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.process_checks import process_findings
 from rlmca.config.schema import RunConfig, keys
@@ -235,6 +236,31 @@ def _megatron(cfg: RunConfig) -> Iterator[Finding]:
             ("sequence_parallel", "tensor_model_parallel_size"),
             "sequence_parallel: true splits sequences over tensor ranks and needs tensor_model_parallel_size above 1",
         )
+    layout, virtual = m.pipeline_model_parallel_layout, m.virtual_pipeline_model_parallel_size
+    accounts = [k for k in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split") if getattr(m, k)]
+    if layout is not None and accounts:
+        yield (
+            ("pipeline_model_parallel_layout", *accounts),
+            f"pipeline_model_parallel_layout says where everything is: leave out {accounts[0]}",
+        )
+    if layout is not None and len(layout_chunks(layout)) % m.pipeline_model_parallel_size:
+        yield (
+            ("pipeline_model_parallel_layout", "pipeline_model_parallel_size"),
+            f"pipeline_model_parallel_layout has {len(layout_chunks(layout))} chunks, which is no multiple of "
+            f"pipeline_model_parallel_size {m.pipeline_model_parallel_size}",
+        )
+    elif layout is not None and virtual is not None and virtual != virtual_stages(cfg):
+        yield (
+            ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"),
+            f"pipeline_model_parallel_layout has {virtual_stages(cfg)} chunks a stage, virtual_pipeline_model_parallel_size is {virtual}",
+        )
+    if (virtual or 1) > 1 and m.pipeline_model_parallel_size == 1:
+        yield (
+            ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"),
+            "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1",
+        )
+    if m.context_parallel_size == 1 and "cp_comm_type" in cfg.given and m.cp_comm_type != "all_gather":
+        yield ("context_parallel_size", "cp_comm_type"), f"cp_comm_type: {m.cp_comm_type} needs context_parallel_size above 1"
     if m.overlap_param_gather and not (m.use_distributed_optimizer and m.overlap_grad_reduce):
         yield (
             ("overlap_param_gather", "use_distributed_optimizer", "overlap_grad_reduce"),

@@ -14,6 +14,23 @@ class MegatronConfig:
 
     tensor_model_parallel_size: int = option(1, "Ranks over which each layer is split.", at_least=1)
     pipeline_model_parallel_size: int = option(1, "Stages over which the layers are split.", at_least=1)
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None, "Chunks of layers on each pipeline stage (interleaved schedule).", at_least=1
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None, "Layers of each chunk in Megatron's letters: Et*3|t*4|t*4|t*3L is the embedding and 3 layers, ..., 3 layers and the head."
+    )
+    account_for_embedding_in_pipeline_split: bool = option(False, "The embedding takes the place of a layer in the first chunk.")
+    account_for_loss_in_pipeline_split: bool = option(False, "The head takes the place of a layer in the last chunk.")
+    context_parallel_size: int = option(1, "Ranks over which each sequence is split.", at_least=1)
+    cp_comm_type: str = option(
+        "all_gather",
+        "How context-parallel ranks see each other's tokens: all_gather (keys and values) or a2a (heads for tokens, Ulysses).",
+        choices=("all_gather", "a2a"),
+        refused={
+            k: f"{k}: ring exchange is Transformer Engine's and not in this version; write all_gather or a2a" for k in ("p2p", "a2a+p2p")
+        },
+    )
     sequence_parallel: bool = option(False, "Split norms and residuals along the sequence over the tensor ranks.")
     use_distributed_optimizer: bool = option(True, "Split optimiser state over the data-parallel ranks.")
     overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass runs.")

@@ -6,6 +6,7 @@ The folder holds `weights/` (torch_dist, readable by plain megatron-core under a
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
 
 
-def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: Parallel) -> None:
+def save_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None, parallel: Parallel) -> None:
     """Write the state of all ranks below `path`; collective."""
     weights = path / "weights"
     if parallel.is_main:
@@ -29,7 +30,7 @@ def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: 
         # Megatron would spawn a manager process to carry results out of an asynchronous save. This save is synchronous
         # and reports inside this process; a manager would outlive a killed run and need a guarded __main__.
         filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(_sharded(model, optimizer, is_loading=False), str(weights))
+    dist_checkpointing.save(_sharded(chunks, optimizer, is_loading=False), str(weights))
     rng = {
         "layout": _layout(parallel),
         "torch": torch.get_rng_state(),
@@ -39,8 +40,8 @@ def save_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: 
     parallel.barrier()
 
 
-def load_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: Parallel) -> None:
-    """Fill model and optimizer from a folder that `save_state` wrote; collective.
+def load_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None, parallel: Parallel) -> None:
+    """Fill the model and optimizer from a folder that `save_state` wrote; collective.
 
     A folder of weights alone makes the optimizer begin anew from them: no moments, fp32 masters equal to the weights. Random
     states are restored when ranks in the same layout wrote them; in another layout ranks that must draw differently might
@@ -50,8 +51,9 @@ def load_state(path: Path, model: PolicyModel, optimizer: Any | None, parallel: 
         hint = ": the Hugging Face engine wrote it, unset USE_MCA" if (path / "config.json").is_file() else ""
         raise HFFolderError(f"{path} is no checkpoint of the Megatron engine{hint}")
     stored = optimizer if "optimizer" in dist_checkpointing.load_common_state_dict(str(path / "weights")) else None
-    state = dist_checkpointing.load(_sharded(model, stored, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
-    model.load_state_dict(state["model"])
+    state = dist_checkpointing.load(_sharded(chunks, stored, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        chunk.load_state_dict(state[key])
     if stored is not None:
         stored.load_state_dict(state["optimizer"])
     elif optimizer is not None:
@@ -84,13 +86,18 @@ def _begin_anew(optimizer: Any) -> None:
 
 
 def _layout(parallel: Parallel) -> list[int]:
-    return [parallel.tp_size, parallel.pp_size, parallel.dp_size]
+    return list(parallel.sizes)
 
 
-def _sharded(model: PolicyModel, optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:
+def _keys(chunks: Sequence[PolicyModel]) -> list[str]:
+    """Megatron-LM's names of a model, or of the chunks of one."""
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _sharded(chunks: Sequence[PolicyModel], optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:
     # a new dict each time: Megatron writes the current process groups into it
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(_keys(chunks), chunks, strict=True)}
     if optimizer is not None:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _index_by_buffer(part)

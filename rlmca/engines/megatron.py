@@ -23,7 +23,9 @@ from rlmca.engines.microbatch import micro_batches
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
 from rlmca.engines.step import NOTHING_LIVE, Collected, global_counts, reduce_metrics, token_outputs
-from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.layouts import Coord, ModelLayout
+from rlmca.layouts.pipeline import pipeline_topology
+from rlmca.layouts.plan import in_chunk
 from rlmca.models.build import build_policy, wrap_data_parallel
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.load import load_ranks
@@ -39,27 +41,36 @@ class MegatronEngine:
     ) -> None:
         """Build this rank's part of the model and fill it from the HF folder `folder` (None: draw initial weights as Megatron does)."""
         self.layout, self.parallel, self.options = layout, parallel, options
-        self.topology = Topology(tp=parallel.tp_size, pp=parallel.pp_size)
+        self.topology = pipeline_topology(
+            layout.num_layers,
+            tp=parallel.tp_size,
+            pp=parallel.pp_size,
+            vpp=parallel.vpp_size,
+            **dataclasses.asdict(options.pipeline),
+        )
         self.coord = Coord(tp=parallel.tp_rank, pp=parallel.pp_rank)
-        self.policy = build_policy(layout, dataclasses.replace(options.build, init_weights=folder is None), self.topology, self.coord)
+        self.chunks = build_policy(layout, dataclasses.replace(options.build, init_weights=folder is None), self.topology, self.coord)
         if folder is not None:
             load_ranks(folder, layout, self.topology, self.coord, self._parameters())
-        self.model: Any = self.policy
+        self.models: list[Any] = list(self.chunks)
         self.optimizer: Any = None
         self._weights: LiveWeights | None = None
         self._gather_pending = False
         if trainable:
-            self.model = wrap_data_parallel(self.policy, options.data_parallel)
+            self.models = [wrap_data_parallel(chunk, options.data_parallel, first=k == 0) for k, chunk in enumerate(self.chunks)]
             if folder is None:
-                self.model.broadcast_params()  # data-parallel replicas must start from the same draw
-            self.optimizer = build_optimizer(self.model, options.optimizer, options.data_parallel, options.build.dtype)
-            config = self.policy.config
+                for model in self.models:
+                    model.broadcast_params()  # data-parallel replicas must start from the same draw
+            self.optimizer = build_optimizer(self.models, options.optimizer, options.data_parallel, options.build.dtype)
+            config = self.chunks[0].config
             config.finalize_model_grads_func = finalize_model_grads
             config.grad_scale_func = None
             if options.data_parallel.overlap_grad_reduce:
-                config.no_sync_func = self.model.no_sync
+                no_sync = [model.no_sync for model in self.models]
+                config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         else:
-            self.policy.requires_grad_(False)
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
 
     # ---- training
 
@@ -77,8 +88,9 @@ class MegatronEngine:
 
     def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches, gradients reduced over ranks and left in Megatron's buffers."""
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.train()
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
         # Megatron divides by the number of micro-batches and DDP by the data-parallel size; the loss is normalised already
         scale = len(pieces) * self.parallel.dp_size
@@ -106,7 +118,8 @@ class MegatronEngine:
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
         """See `Engine.log_probs`."""
         self._gather_weights()
-        self.model.eval()
+        for model in self.models:
+            model.eval()
         rows = self.options.eval_batch_size
         pieces = micro_batches(batch, rows, self.parallel, sequence_parallel=self.options.build.sequence_parallel)
         found: list[Tensor] = []
@@ -133,8 +146,8 @@ class MegatronEngine:
         B, T = pieces[0].ids_BT.shape
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(pieces),
-            model=[self.model],
+            data_iterator=iter(pieces) if len(self.models) == 1 else [iter(pieces) for _ in self.models],
+            model=self.models,
             num_microbatches=len(pieces),
             seq_length=T,
             micro_batch_size=B,
@@ -143,13 +156,22 @@ class MegatronEngine:
 
     # ---- weights and checkpoints
 
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name in the layout's rank plan, parameter) of everything that this rank holds."""
+        return [
+            (in_chunk(name, self.coord.pp + self.topology.pp * number, self.topology), parameter)
+            for number, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        ]
+
     def _parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self.policy.named_parameters()}
+        return {name: parameter.data for name, parameter in self.named_parameters()}
 
     def _gather_weights(self) -> None:
         """With overlapped parameter gathering the last step's weights arrive during the next forward: fetch them now."""
         if self._gather_pending:
-            self.model.start_param_sync(force_sync=True)
+            for model in self.models:
+                model.start_param_sync(force_sync=True)
             self._gather_pending = False
 
     def weights(self) -> LiveWeights:
@@ -169,9 +191,9 @@ class MegatronEngine:
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
         self._gather_weights()
-        save_state(path, self.policy, self.optimizer if self.options.save_optimizer else None, self.parallel)
+        save_state(path, self.chunks, self.optimizer if self.options.save_optimizer else None, self.parallel)
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
-        load_state(path, self.policy, self.optimizer, self.parallel)
+        load_state(path, self.chunks, self.optimizer, self.parallel)
         self._gather_pending = False  # what the last step left to be gathered is overwritten

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from rlmca.config import RunConfig
-from rlmca.engines.options import EngineOptions, OptimizerOptions
+from rlmca.config import RunConfig, virtual_stages
+from rlmca.engines.options import EngineOptions, OptimizerOptions, PipelineOptions
+from rlmca.layouts import Topology
+from rlmca.layouts.pipeline import pipeline_topology
 from rlmca.models.options import BuildOptions, DataParallelOptions
+
+
+def pipeline_options(cfg: RunConfig) -> PipelineOptions:
+    """How the configuration deals layers out to the pipeline."""
+    megatron = cfg.megatron
+    return PipelineOptions(
+        embedding_counts=megatron.account_for_embedding_in_pipeline_split,
+        loss_counts=megatron.account_for_loss_in_pipeline_split,
+        layout=megatron.pipeline_model_parallel_layout,
+    )
+
+
+def run_topology(cfg: RunConfig, num_layers: int) -> Topology:
+    """The split of a model that the configuration describes. LayoutError when its layers do not come out even."""
+    megatron = cfg.megatron
+    return pipeline_topology(
+        num_layers,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=virtual_stages(cfg),
+        **dataclasses.asdict(pipeline_options(cfg)),
+    )
 
 
 def engine_options(cfg: RunConfig) -> EngineOptions:
@@ -21,6 +47,8 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
             dtype=torch.bfloat16 if train.bf16 else torch.float32,
             transformer_impl=megatron.transformer_impl,  # type: ignore[arg-type]
             sequence_parallel=megatron.sequence_parallel,
+            context_parallel=megatron.context_parallel_size,
+            cp_comm_type=megatron.cp_comm_type,  # type: ignore[arg-type]
             recompute_granularity=megatron.recompute_granularity,
             recompute_method=megatron.recompute_method,
             recompute_num_layers=megatron.recompute_num_layers,
@@ -41,6 +69,7 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
             adam_epsilon=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
         ),
+        pipeline=pipeline_options(cfg),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if on_policy else train.per_device_eval_batch_size,
         save_optimizer=not train.save_only_model,

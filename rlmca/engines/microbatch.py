@@ -18,12 +18,14 @@ def micro_batches(batch: Batch, rows: int, parallel: Parallel, *, sequence_paral
 
     A rank with fewer rows than another gets pieces of zero weight, so that collectives match; they change neither
     loss nor gradient. Pipeline stages exchange tensors of one fixed shape: with several stages every piece is padded
-    to the same [B, T], otherwise each is as wide as its own longest row. T is a multiple of TP under sequence
-    parallelism.
+    to the same [B, T], otherwise each is as wide as its own longest row. T is a multiple of 2 CP under context
+    parallelism, times TP under sequence parallelism.
     """
     own = math.ceil(len(batch) / rows)
     number = int(parallel.dp_max(torch.tensor([own], device=parallel.device)).item())
-    multiple = parallel.tp_size if sequence_parallel else 1
+    if parallel.vpp_size > 1:  # an interleaved schedule goes through its chunks with as many micro-batches as stages at a time
+        number = math.ceil(number / parallel.pp_size) * parallel.pp_size
+    multiple = (parallel.tp_size if sequence_parallel else 1) * (2 * parallel.cp_size if parallel.cp_size > 1 else 1)
     pieces = [batch.rows(slice(i * rows, (i + 1) * rows)) for i in range(number)]
     widest = max(_width(piece, multiple) for piece in pieces)
     fixed = parallel.pp_size > 1

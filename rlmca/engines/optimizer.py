@@ -16,9 +16,9 @@ from rlmca.models.options import DataParallelOptions
 
 
 def build_optimizer(
-    model: DistributedDataParallel, options: OptimizerOptions, data_parallel: DataParallelOptions, dtype: torch.dtype
+    models: list[DistributedDataParallel], options: OptimizerOptions, data_parallel: DataParallelOptions, dtype: torch.dtype
 ) -> Any:
-    """AdamW over the wrapped model: fp32 master weights for bf16, states sharded over data-parallel ranks when asked.
+    """AdamW over the wrapped chunks of the model: fp32 master weights for bf16, states sharded over data-parallel ranks when asked.
 
     Biases and one-dimensional weights (norms) do not decay, as in Megatron-LM and Hugging Face's Trainer.
     """
@@ -36,7 +36,7 @@ def build_optimizer(
         use_distributed_optimizer=data_parallel.use_distributed_optimizer,
         overlap_param_gather=data_parallel.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, models, use_gloo_process_groups=False)
 
 
 def guarded_step(optimizer: Any, options: OptimizerOptions, learning_rate: float, *, allowed: bool) -> tuple[float, bool]:

@@ -20,12 +20,22 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
+class PipelineOptions:
+    """How layers are dealt out to pipeline chunks; see `layouts.pipeline.chunk_sizes`."""
+
+    embedding_counts: bool = False
+    loss_counts: bool = False
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """Everything a `MegatronEngine` needs besides the model's layout and the process groups."""
 
     build: BuildOptions = field(default_factory=BuildOptions)
     data_parallel: DataParallelOptions = field(default_factory=DataParallelOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     micro_batch_size: int = 1
     """Rows of one forward and backward."""
     eval_batch_size: int = 8

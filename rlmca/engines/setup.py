@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmca.config import RunConfig
+from rlmca.config import RunConfig, virtual_stages
 from rlmca.engines.base import Engine
 from rlmca.parallel import groups
 from rlmca.parallel.groups import Parallel
@@ -27,6 +27,8 @@ def start_parallel(cfg: RunConfig, *, rank: int, world_size: int, local_rank: in
     return megatron.start(
         tp=cfg.megatron.tensor_model_parallel_size,
         pp=cfg.megatron.pipeline_model_parallel_size,
+        cp=cfg.megatron.context_parallel_size,
+        vpp=virtual_stages(cfg),
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,

@@ -54,6 +54,11 @@ class _Place(NamedTuple):
     primary: bool
 
 
+def in_chunk(name: str, chunk: int, topology: Topology) -> str:
+    """Name of a parameter on its rank: with several chunks a stage the number of the chunk stands in front."""
+    return name if topology.vpp == 1 else f"{chunk // topology.pp}:{name}"
+
+
 class ModelLayout:
     """Layout of one model. `hf_config` is the mapping in config.json; `spec` names the layer spec of the Megatron model.
 
@@ -80,7 +85,7 @@ class ModelLayout:
 
     def check(self, topology: Topology) -> None:
         """Raises LayoutError, with the numbers and what fits, when the model does not split over `topology`."""
-        topology.layers_of(0, self.num_layers)
+        topology.chunk_layers(self.num_layers)
         config = self.megatron.config
         sizes = {
             "num_key_value_heads": int(config["num_query_groups"]),
@@ -95,8 +100,18 @@ class ModelLayout:
                     f"(copies of KV heads: not in this version); use one of {fits}"
                 )
 
+    def check_context(self, topology: Topology, cp: int, exchange: str) -> None:
+        """Raises LayoutError when context-parallel ranks cannot share out the heads that a tensor-parallel rank holds."""
+        heads = int(self.megatron.config["num_attention_heads"])
+        if exchange == "a2a" and heads % (topology.tp * cp):
+            raise LayoutError(
+                f"cp_comm_type a2a deals out {heads} attention heads to tensor {topology.tp} x context {cp} = {topology.tp * cp} ranks, "
+                "which does not come out even; write cp_comm_type: all_gather"
+            )
+
     def rank_plan(self, topology: Topology, coord: Coord) -> dict[str, ParamPlan]:
-        """Plan of every parameter of the rank at `coord`, by its name in the module there (layers counted in the stage)."""
+        """Plan of every parameter of the rank at `coord`, by its name in the module there (layers counted in the chunk, see
+        `in_chunk`)."""
         return {place.param: place.plan for place in self._places(topology, [coord])}
 
     def hf_plan(self, topology: Topology) -> dict[str, HFPlan]:
@@ -119,12 +134,15 @@ class ModelLayout:
 
     def _places(self, topology: Topology, coords: Sequence[Coord]) -> Iterator[_Place]:
         self.check(topology)
-        stage_size = self.num_layers // topology.pp
+        chunks = topology.chunk_layers(self.num_layers)
+        home = {layer: (k, layer - held.start) for k, held in enumerate(chunks) for layer in held}
+        last = len(chunks) - 1
         for row, layer in self._rows_in_order():
-            stage, local = divmod(layer, stage_size) if row.at == "layer" else (0 if row.at == "first" else topology.pp - 1, 0)
-            places = {stage: row.name(self.spec, local)}
+            chunk, local = home[layer] if row.at == "layer" else (0 if row.at == "first" else last, 0)
+            stage = chunk % topology.pp
+            places = {stage: in_chunk(row.name(self.spec, local), chunk, topology)}
             if row.megatron == EMBEDDING and self.megatron.tied and topology.pp > 1:
-                places[topology.pp - 1] = OUTPUT  # the last stage computes logits with its own copy of the embedding
+                places[topology.pp - 1] = in_chunk(OUTPUT, last, topology)  # the last stage computes logits with its own copy
             here = [c for c in coords if c.pp in places]
             if not here:
                 continue

@@ -21,29 +21,46 @@ class Coord:
 class Topology:
     """How a model is split: `tp` tensor-parallel ranks, `pp` pipeline stages.
 
-    The vocabulary is padded to a multiple of `vocab_multiple * tp` rows.
+    `chunks` are the layers of each chunk of the pipeline in the order of the model (see `layouts.pipeline`), a multiple of
+    `pp` of them: chunk k lies on stage k mod pp. None: one chunk a stage, all equal. The vocabulary is padded to a multiple of
+    `vocab_multiple * tp` rows.
     """
 
     tp: int = 1
     pp: int = 1
     vocab_multiple: int = 1
+    chunks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"Topology.{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.chunks is not None and (not self.chunks or len(self.chunks) % self.pp or min(self.chunks) < 0):
+            raise LayoutError(f"Topology.chunks is {self.chunks}: write a multiple of {self.pp} numbers of layers")
+
+    @property
+    def vpp(self) -> int:
+        """Chunks of a stage."""
+        return 1 if self.chunks is None else len(self.chunks) // self.pp
 
     def coords(self) -> list[Coord]:
         """Every coordinate, stages outermost."""
         return [Coord(tp, pp) for pp in range(self.pp) for tp in range(self.tp)]
 
-    def layers_of(self, pp: int, num_layers: int) -> range:
-        """The layers (numbered in the whole model) of stage `pp`. Raises LayoutError when they do not split evenly."""
-        if num_layers % self.pp:
+    def layers_of(self, pp: int, num_layers: int, chunk: int = 0) -> range:
+        """The layers (numbered in the whole model) of a chunk of stage `pp`. Raises LayoutError when they do not add up."""
+        return self.chunk_layers(num_layers)[pp + self.pp * chunk]
+
+    def chunk_layers(self, num_layers: int) -> list[range]:
+        """The layers of every chunk in the order of the model."""
+        if self.chunks is None and num_layers % self.pp:
             even = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
             raise LayoutError(
-                f"pipeline_model_parallel_size is {self.pp}, but {num_layers} layers do not split evenly over {self.pp} stages "
-                f"(uneven stages: not in this version); use one of {even}"
+                f"pipeline_model_parallel_size is {self.pp}, but {num_layers} layers do not split evenly over {self.pp} stages: "
+                f"use one of {even}, or write pipeline_model_parallel_layout"
             )
-        size = num_layers // self.pp
-        return range(pp * size, (pp + 1) * size)
+        sizes = self.chunks or (num_layers // self.pp,) * self.pp
+        if sum(sizes) != num_layers:
+            raise LayoutError(f"the chunks {sizes} of the pipeline hold {sum(sizes)} layers, the model has {num_layers}")
+        ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -12,6 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.layouts.pipeline import megatron_layout
+from rlmca.layouts.plan import in_chunk
 from rlmca.models.options import BuildOptions, DataParallelOptions
 from rlmca.models.policy import PolicyModel
 from rlmca.models.spec import block_spec, choose_spec
@@ -37,6 +39,9 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
         "sequence_parallel": options.sequence_parallel,
+        **_pipeline(topology),
+        "context_parallel_size": options.context_parallel,
+        "cp_comm_type": options.cp_comm_type if options.context_parallel > 1 else None,
         "params_dtype": options.dtype,
         "pipeline_dtype": options.dtype,
         "bf16": options.dtype == torch.bfloat16,
@@ -50,8 +55,10 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         "bias_activation_fusion": options.bias_activation_fusion,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        "batch_p2p_comm": False,
-        "deallocate_pipeline_outputs": True,
+        "batch_p2p_comm": False,  # batched, two stages with several chunks each train on mixed-up gradients without an error
+        "overlap_p2p_comm": topology.vpp > 1,
+        # freed under a send that is still under way (several chunks send ahead), gloo sends whatever is in that memory next
+        "deallocate_pipeline_outputs": topology.vpp == 1 or platform.is_cuda(),
     }
     plain = TransformerConfig(**{**own, **run})
     ignored = [name for name, value in options.additional_configs.items() if name not in HONOURED and value != getattr(plain, name)]
@@ -63,8 +70,20 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
     return TransformerConfig(**{**own, **run, **{name: value for name, value in options.additional_configs.items() if name in HONOURED}})
 
 
-def build_policy(layout: ModelLayout, options: BuildOptions, topology: Topology, coord: Coord) -> PolicyModel:
-    """This rank's part of the policy, weights uninitialised unless `init_weights`."""
+def _pipeline(topology: Topology) -> dict[str, Any]:
+    if topology.chunks is None:
+        return {}
+    virtual = {"virtual_pipeline_model_parallel_size": topology.vpp} if topology.vpp > 1 else {}
+    return {"pipeline_model_parallel_layout": megatron_layout(topology.chunks), **virtual}
+
+
+def build_policy(layout: ModelLayout, options: BuildOptions, topology: Topology, coord: Coord) -> list[PolicyModel]:
+    """This rank's part of the policy, one model a chunk, weights uninitialised unless `init_weights`."""
+    return [_build_chunk(layout, options, topology, coord, chunk) for chunk in range(topology.vpp)]
+
+
+def _build_chunk(layout: ModelLayout, options: BuildOptions, topology: Topology, coord: Coord, chunk: int) -> PolicyModel:
+    stage = chunk if topology.vpp > 1 else None
     config = transformer_config(layout, options, topology)
     spec = choose_spec(options.transformer_impl)
     if spec != layout.spec:
@@ -73,20 +92,21 @@ def build_policy(layout: ModelLayout, options: BuildOptions, topology: Topology,
         warnings.filterwarnings("ignore", message=".*sequence_parallel.*")
         model = PolicyModel(
             config=config,
-            transformer_layer_spec=block_spec(config, spec),
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            transformer_layer_spec=block_spec(config, spec, stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             parallel_output=True,
+            vp_stage=stage,
             real_vocab_size=layout.megatron.model["vocab_size"],
             **{**layout.megatron.model, "vocab_size": layout.padded_vocab(topology)},
         )
-    _mark_shards(model, layout, topology, coord)
+    _mark_shards(model, layout, topology, coord, chunk)
     if platform.is_cuda():
         model.cuda(torch.cuda.current_device())
     return model
 
 
-def _mark_shards(model: PolicyModel, layout: ModelLayout, topology: Topology, coord: Coord) -> None:
+def _mark_shards(model: PolicyModel, layout: ModelLayout, topology: Topology, coord: Coord, chunk: int) -> None:
     """Tell Megatron which parameters are shards of a tensor and which are copies.
 
     Its own initialisation sets these attributes, and we skip that initialisation when a checkpoint fills the weights.
@@ -94,14 +114,17 @@ def _mark_shards(model: PolicyModel, layout: ModelLayout, topology: Topology, co
     """
     plans = layout.rank_plan(topology, coord)
     for name, parameter in model.named_parameters():
-        axis = plans[name].axis
+        axis = plans[in_chunk(name, coord.pp + topology.pp * chunk, topology)].axis
         if axis is not None:
             tensor: Any = parameter
             tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, axis, 1
 
 
-def wrap_data_parallel(model: PolicyModel, options: DataParallelOptions) -> DistributedDataParallel:
-    """Megatron's DDP around the model: gradient buffers, buckets and their reduction."""
+def wrap_data_parallel(model: PolicyModel, options: DataParallelOptions, *, first: bool = True) -> DistributedDataParallel:
+    """Megatron's DDP around a chunk of the model: gradient buffers, buckets and their reduction.
+
+    Chunks other than the `first` keep their gradients in one bucket: the schedule says when they are complete.
+    """
     return DistributedDataParallel(
         config=model.config,
         ddp_config=DistributedDataParallelConfig(
@@ -112,5 +135,5 @@ def wrap_data_parallel(model: PolicyModel, options: DataParallelOptions) -> Dist
             bucket_size=options.ddp_bucket_size if options.overlap_grad_reduce or options.ddp_bucket_size else None,
         ),
         module=model,
-        disable_bucketing=False,
+        disable_bucketing=not first,
     )

@@ -15,6 +15,9 @@ class BuildOptions:
     dtype: torch.dtype = torch.float32
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     sequence_parallel: bool = False
+    context_parallel: int = 1
+    cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
+    """How attention sees the tokens of other context-parallel ranks: keys and values gathered, or heads exchanged for tokens."""
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None

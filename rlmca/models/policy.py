@@ -1,6 +1,7 @@
 """The policy: a GPT model whose head gives the log-probability of chosen tokens instead of all logits.
 
-Shape legend: B rows, T tokens of a row, S = T, N chosen tokens, H hidden size, V vocabulary columns of this rank.
+Shape legend: B rows, T tokens of a row, S tokens of it on this rank (context parallelism), N chosen tokens, H hidden
+size, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from rlmca.models.context import own_targets, whole_outputs, zigzag_positions
 from rlmca.models.logprobs import token_log_probs
 
 
@@ -35,22 +37,25 @@ class PolicyModel(GPTModel):
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0) -> Tensor:
         """See the class. `mask_BT[:, 0]` must be False: nothing predicts a first token."""
-        positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        hidden = super().forward(ids_BT, positions_BT, attention_mask=None)
+        cp = self.cp_group.size()
+        position_S = zigzag_positions(ids_BT.shape[1], cp, self.cp_group.rank(), ids_BT.device)
+        ids_BS = ids_BT if cp == 1 else ids_BT[:, position_S]
+        hidden = super().forward(ids_BS, position_S.expand_as(ids_BS), attention_mask=None)
         if not self.post_process:
             return hidden
-        row_N, token_N = mask_BT.nonzero(as_tuple=True)
-        chosen_NH = self._chosen(hidden, row_N, token_N - 1)
+        row_N, place_N, number_N = own_targets(mask_BT, position_S)
+        chosen_NH = self._chosen(hidden, row_N, place_N)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits_NV, _ = self.output_layer(chosen_NH, weight=weight)
         logp_N, entropy_N = token_log_probs(
             logits_NV,
-            ids_BT[row_N, token_N],
+            ids_BT[row_N, position_S[place_N] + 1],
             vocab_size=self.real_vocab_size,
             temperature=temperature,
             group=self.tp_group if self.tp_group.size() > 1 else None,
         )
-        return torch.stack([logp_N, entropy_N])
+        raw_2N = torch.stack([logp_N, entropy_N])
+        return raw_2N if cp == 1 else whole_outputs(raw_2N, number_N, int(mask_BT.sum()), self.cp_group)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states

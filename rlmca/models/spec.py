@@ -26,12 +26,12 @@ def choose_spec(transformer_impl: str) -> Spec:
     return "te" if usable and transformer_impl != "local" else "local"
 
 
-def block_spec(config: TransformerConfig, spec: Spec) -> Any:
-    """The decoder block of this pipeline stage under `spec`."""
+def block_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None = None) -> Any:
+    """The decoder block of this pipeline stage (of its chunk `vp_stage`) under `spec`."""
     if spec == "te":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
@@ -39,4 +39,4 @@ def block_spec(config: TransformerConfig, spec: Spec) -> Any:
     attention.core_attention = TorchCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchRMSNorm)

@@ -1,6 +1,6 @@
 """Process groups of a run: join them, know where a rank sits, talk to the others.
 
-Ranks are numbered as Megatron does (order tp, dp, pp): rank = tp + TP * (dp + DP * pp). Nothing here knows megatron:
+Ranks are numbered as Megatron does (order tp, cp, dp, pp): rank = tp + TP * (cp + CP * (dp + DP * pp)). Nothing here knows megatron:
 `parallel.megatron` lays a model-parallel layout over the processes, an engine without one has data parallelism alone.
 """
 
@@ -34,10 +34,15 @@ class Parallel:
     device: torch.device
     tp_size: int = 1
     pp_size: int = 1
+    cp_size: int = 1
+    vpp_size: int = 1
+    """Chunks of the model on each pipeline stage."""
     tp_rank: int = 0
     """Which shard of every layer this rank holds."""
     pp_rank: int = 0
     """Which pipeline stage this rank holds."""
+    cp_rank: int = 0
+    """Which chunks of every row this rank holds."""
     dp_rank: int = 0
     """Which share of the batch this rank computes."""
     dp_group: Any = field(default=None, repr=False, compare=False)
@@ -52,12 +57,12 @@ class Parallel:
     @property
     def dp_size(self) -> int:
         """Number of shares of the batch."""
-        return self.world_size // (self.tp_size * self.pp_size)
+        return self.world_size // (self.tp_size * self.cp_size * self.pp_size)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) parallel sizes."""
-        return self.tp_size, self.pp_size, self.dp_size
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(tensor, context, pipeline, data) parallel sizes."""
+        return self.tp_size, self.cp_size, self.pp_size, self.dp_size
 
     @property
     def is_main(self) -> bool:
@@ -71,7 +76,7 @@ class Parallel:
 
     def rank_of(self, tp_rank: int, pp_rank: int) -> int:
         """Global rank that holds this part of the model in the first data-parallel replica."""
-        return tp_rank + self.tp_size * self.dp_size * pp_rank
+        return tp_rank + self.tp_size * self.cp_size * self.dp_size * pp_rank
 
     def dp_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over data-parallel ranks, in place."""
@@ -149,11 +154,11 @@ def start(
 
 
 def seed_everything(seed: int, parallel: Parallel) -> int:
-    """Seed Python, numpy and torch from one number, differently for every pipeline and data rank; the seed of this rank.
+    """Seed Python, numpy and torch from one number, differently for every pipeline, context and data rank; the seed of this rank.
 
-    The offsets are Megatron-LM's: 100 per pipeline stage, 10 per data-parallel rank.
+    The offsets are Megatron-LM's: 100 per pipeline stage, 10 per data-parallel rank (here: per context rank in it).
     """
-    own = seed + 100 * parallel.pp_rank + 10 * parallel.dp_rank
+    own = seed + 100 * parallel.pp_rank + 10 * (parallel.cp_rank + parallel.cp_size * parallel.dp_rank)
     random.seed(own)
     numpy.random.seed(own % 2**32)
     torch.manual_seed(own)

@@ -22,6 +22,8 @@ def start(
     *,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
+    vpp: int = 1,
     rank: int = 0,
     world_size: int = 1,
     local_rank: int = 0,
@@ -34,15 +36,18 @@ def start(
     Dropout differs between ranks that hold different parts of the model or of the batch, and agrees where tensor-parallel
     ranks hold copies (Megatron's rng tracker).
     """
-    if world_size % (tp * pp):
-        raise ValueError(f"world size {world_size} is not a multiple of tensor {tp} x pipeline {pp} = {tp * pp}")
+    if world_size % (tp * pp * cp):
+        context = f" x context {cp}" if cp > 1 else ""
+        raise ValueError(f"world size {world_size} is not a multiple of tensor {tp} x pipeline {pp}{context} = {tp * pp * cp}")
     groups.join(rank=rank, world_size=world_size, local_rank=local_rank, timeout_s=timeout_s, store=store)
-    if not _same_layout(tp, pp):
+    if not _same_layout(tp, pp, cp, vpp):
         if parallel_state.model_parallel_is_initialized():
             _end_subgroups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+            context_parallel_size=cp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -52,8 +57,11 @@ def start(
         device=platform.device(),
         tp_size=tp,
         pp_size=pp,
+        cp_size=cp,
+        vpp_size=vpp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_group=parallel_state.get_data_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
@@ -63,12 +71,17 @@ def start(
     return parallel
 
 
-def _same_layout(tp: int, pp: int) -> bool:
+def _same_layout(tp: int, pp: int, cp: int, vpp: int) -> bool:
     """True when the groups that exist are those of this layout: new ones would cost sockets and threads each time."""
     if not parallel_state.model_parallel_is_initialized():
         return False
-    here = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
-    return here == (tp, pp)
+    here = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    )
+    return here == (tp, pp, cp, vpp)
 
 
 def _end_subgroups() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlmca.config import ConfigError, RunConfig, batch_plan, layout_errors
 from rlmca.data import DataError, check_sources, template_errors
 from rlmca.engines.huggingface_setup import setup_errors
+from rlmca.engines.megatron_setup import run_topology
 from rlmca.layouts import ModelLayout, Topology
 from rlmca.observe.trackers import check_report_to
 from rlmca.planner.parameters import read_hf_config
@@ -27,8 +28,9 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
             errors += setup_errors(cfg, hf_config)
         elif hf_config is not None:
             layout = ModelLayout(hf_config)
-            topology = Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size)
+            topology = run_topology(cfg, layout.num_layers)
             layout.check(topology)
+            layout.check_context(topology, cfg.megatron.context_parallel_size, cfg.megatron.cp_comm_type)
             errors += _additional_errors(cfg, layout, topology)
         if hf_config is not None:
             errors += _export_errors(cfg)

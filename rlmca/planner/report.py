@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlmca.config import ConfigError, RunConfig, batch_plan, model_parallel_size
-from rlmca.layouts import Topology
+from rlmca.engines.megatron_setup import run_topology
 from rlmca.planner.parameters import rank_parameters, read_hf_config
 from rlmca.planner.preflight import preflight_errors
 from rlmca.planner.rows import count_rows, training_rows
@@ -30,7 +30,8 @@ def dry_run(cfg: RunConfig, world_size: int, console: Console | None = None) -> 
 
 def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     megatron = cfg.megatron
-    split = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size} x "
+    context = f"context {megatron.context_parallel_size} x " if megatron.context_parallel_size > 1 else ""
+    split = f"tensor {megatron.tensor_model_parallel_size} x {context}pipeline {megatron.pipeline_model_parallel_size} x "
     kind = "processes" if cfg.ray_ranks is None else "Ray actors"
     data = f"data {world_size // model_parallel_size(cfg)} = {world_size} {kind}"
     layout = data if cfg.engine == "huggingface" else split + data
@@ -76,8 +77,8 @@ def _parameter_lines(cfg: RunConfig) -> list[tuple[str, str]]:
     hf_config = read_hf_config(cfg.model)
     if hf_config is None:
         return [("parameters", "known once the model's config.json is fetched from the hub")]
-    topology = Topology(tp=cfg.megatron.tensor_model_parallel_size, pp=cfg.megatron.pipeline_model_parallel_size)
     try:
+        topology = run_topology(cfg, int(hf_config.get("num_hidden_layers", 0)))
         total, ranks = rank_parameters(hf_config, topology)
     except ValueError:
         if cfg.engine != "huggingface":

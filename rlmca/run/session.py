@@ -126,7 +126,8 @@ class Session:
             )
         if state["layout"] != self._layout:
             raise CheckpointError(
-                f"resume_from_checkpoint: {self.resume_from} was written with tensor, pipeline, data parallel = {state['layout']}, "
+                f"resume_from_checkpoint: {self.resume_from} was written with tensor, context, pipeline, data parallel = "
+                f"{state['layout']}, "
                 f"this run has {self._layout}; resuming in another layout is not in this version: start it as it was started"
             )
         if state["global_batch"] != self.plan.global_batch and self.parallel.is_main:

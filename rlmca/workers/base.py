@@ -69,8 +69,8 @@ class Ranks(Protocol):
     """The processes that hold the models of a run; every role lives on all of them."""
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) parallel sizes."""
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(tensor, context, pipeline, data) parallel sizes."""
         ...
 
     @property

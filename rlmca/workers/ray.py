@@ -64,8 +64,8 @@ class _Rank:
         """This node, as the other nodes call it."""
         return ray.util.get_node_ip_address()
 
-    def join(self, host: str, port: int) -> tuple[int, int, int]:
-        """Join the process groups; (tensor, pipeline, data) parallel sizes."""
+    def join(self, host: str, port: int) -> tuple[int, int, int, int]:
+        """Join the process groups; (tensor, context, pipeline, data) parallel sizes."""
         if self._store is None:
             self._store = dist.TCPStore(host, port, self._world_size, is_master=False)  # type: ignore[attr-defined]
         # Ray shows each rank its own device alone, so the local rank is always 0
@@ -146,7 +146,7 @@ class RayRanks:
             self._actors = self._start_actors(cfg, world_size)
             host = _LOOPBACK if local else self._wait([self._actors[0].address.remote()])[0]
             host, port = self._wait([self._actors[0].open_store.remote(host)])[0]
-            self.sizes: tuple[int, int, int] = self.everywhere("join", host, port)[0]
+            self.sizes: tuple[int, int, int, int] = self.everywhere("join", host, port)[0]
         except BaseException:
             self.close()
             raise

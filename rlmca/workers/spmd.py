@@ -88,7 +88,7 @@ class SpmdRanks:
         self.loop = start_parallel(cfg, rank=env.rank or 0, world_size=env.world_size or 1, local_rank=env.local_rank or 0)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int, int]:
         """See `Ranks`."""
         return self.loop.sizes
 

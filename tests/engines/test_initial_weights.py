@@ -23,7 +23,7 @@ def drawn_on_rank(folder: Path, layout: Layout) -> dict[str, Any]:
 
     engine = make_engine(folder, layout, fresh=True)
     whole = {name: tensor.clone() for name, tensor in hf_tensors(engine.weights())}
-    own = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
+    own = {name: p.detach().clone() for name, p in engine.named_parameters()}
     return {"whole": whole, "own": own, "pp": engine.coord.pp, "tp": engine.coord.tp}
 
 

@@ -21,14 +21,17 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    vpp: int = 1
     sp: bool = False
     micro_batch: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     data_parallel: dict[str, Any] = field(default_factory=dict)
+    pipeline: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
 
 def random_batch(vocab: int = 67, rows: int = 8, *, seed: int = 0) -> Batch:
@@ -47,17 +50,18 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     import os
 
     from rlmca.engines.megatron import MegatronEngine
-    from rlmca.engines.options import EngineOptions
+    from rlmca.engines.options import EngineOptions, PipelineOptions
     from rlmca.layouts import ModelLayout
     from rlmca.models.build import BuildOptions, DataParallelOptions
     from rlmca.parallel import megatron
 
     world = layout.world
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
-    parallel = megatron.start(tp=layout.tp, pp=layout.pp, rank=rank, world_size=world, seed=7)
+    parallel = megatron.start(tp=layout.tp, pp=layout.pp, cp=layout.cp, vpp=layout.vpp, rank=rank, world_size=world, seed=7)
     options = EngineOptions(
-        build=BuildOptions(sequence_parallel=layout.sp, **layout.options),
+        build=BuildOptions(sequence_parallel=layout.sp, context_parallel=layout.cp, **layout.options),
         data_parallel=DataParallelOptions(**layout.data_parallel),
+        pipeline=PipelineOptions(**layout.pipeline),
         micro_batch_size=layout.micro_batch,
         eval_batch_size=3,
     )
@@ -83,7 +87,7 @@ def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, A
     pieces = micro_batches(own, layout.micro_batch, parallel, sequence_parallel=layout.sp)
     value = reduce_metrics(engine.compute_gradients(pieces, loss, counts), parallel)["loss"]
     _gather_sharded_gradients(engine)
-    weights = engine.weights().with_params({name: p.main_grad for name, p in engine.policy.named_parameters()})
+    weights = engine.weights().with_params({name: p.main_grad for name, p in engine.named_parameters()})
     gradients = {name: tensor.clone() for name, tensor in hf_tensors(weights)}
     return {"loss": value, "gradients": gradients, "logp_BT": logp_BT} if parallel.rank == 0 else None
 
@@ -92,14 +96,15 @@ def _gather_sharded_gradients(engine: Any) -> None:
     """The distributed optimizer leaves each data-parallel rank its own part of the summed gradient: collect the parts."""
     from megatron.core import parallel_state
 
-    if engine.parallel.dp_size == 1 or not engine.options.data_parallel.use_distributed_optimizer:
+    if engine.parallel.dp_size * engine.parallel.cp_size == 1 or not engine.options.data_parallel.use_distributed_optimizer:
         return
-    group = parallel_state.get_data_parallel_group()
-    for buffer in engine.model.buffers:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # states are split over context ranks too
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for buffer in (buffer for model in engine.models for buffer in model.buffers):
         for bucket in buffer.buckets:
-            parts = bucket.grad_data.chunk(engine.parallel.dp_size)
+            parts = bucket.grad_data.chunk(size)
             gathered = [torch.empty_like(part) for part in parts]
-            dist.all_gather(gathered, parts[engine.parallel.dp_rank].clone(), group=group)
+            dist.all_gather(gathered, parts[rank].clone(), group=group)
             bucket.grad_data.copy_(torch.cat(gathered))
 
 

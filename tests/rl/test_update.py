@@ -146,7 +146,7 @@ def test_a_rollout_without_a_signal_changes_nothing(policy: Recorder) -> None:
     drawn = samples()
     for sample in drawn:
         sample.reward, sample.advantage = 1.0, 0.0
-    before = [p.clone() for p in policy.engine.policy.parameters()]
+    before = [p.clone() for p in (p for _, p in policy.engine.named_parameters())]
     metrics = update_policy(policy, None, drawn, config(drop_zero_std_groups=True, entropy_coef=0.1), step=1, learning_rate=1.0)
     assert metrics["skipped"] == 1.0 and metrics["updates"] == 0.0 and metrics["used_samples"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.engine.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (p for _, p in policy.engine.named_parameters()), strict=True))

@@ -72,10 +72,12 @@ def test_the_exported_folder_is_what_was_evaluated(project: Path, whole: Path) -
     [
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         (2, {"pipeline_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|L"}),
+        (2, {"context_parallel_size": 2}),
         (2, {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 3}),
         (1, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1}),
     ],
-    ids=["tp2_sp", "pp2", "dp2", "one_microbatch"],
+    ids=["tp2_sp", "pp2", "pp2_head_alone", "cp2", "dp2", "one_microbatch"],
 )
 def test_layouts_and_splits_give_the_same_run(processes: int, changes: dict, project: Path, whole: Path, tmp_path: Path) -> None:  # type: ignore[type-arg]
     output = tmp_path / "run"

@@ -10,17 +10,14 @@ _LATER = "not in this version"
 _MOE = f"mixture-of-experts models are {_LATER}"
 
 MEGATRON: Mapping[str, Foreign] = {
-    **refuse("context_parallel_size", f"context parallelism is {_LATER}", "write 1", 1),
     **refuse("expert_model_parallel_size expert_tensor_parallel_size", f"expert parallelism is {_LATER}", "write 1", 1),
-    **refuse("virtual_pipeline_model_parallel_size", f"interleaved pipelines are {_LATER}", "leave it out", 1),
+    **no_effect("overlap_p2p_comm", "with several chunks a stage it is always on, else there is nothing to overlap"),
     **refuse(
-        "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        f"uneven pipelines are {_LATER}",
-        "leave it out: layers are split evenly",
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+        "has another name here",
+        "write pipeline_model_parallel_layout",
     ),
-    **refuse("overlap_p2p_comm", f"belongs to interleaved pipelines, which are {_LATER}"),
     **refuse("variable_seq_lengths", f"micro-batches of different widths are {_LATER}", "leave it out"),
-    **refuse("cp_comm_type", f"context parallelism is {_LATER}"),
     **refuse("max_tokens_per_microbatch", f"micro-batches by token count are {_LATER}", "write per_device_train_batch_size"),
     **refuse("sequence_packing", f"packing is {_LATER}"),
     **refuse("apply_rope_fusion", f"the fused RoPE kernel is {_LATER}", "leave it out: the result is the same"),
