@@ -23,7 +23,7 @@ class SglangOptions:
     context_length: int | None = option(None, "Longest prompt and reply together; the model's own when not set.", at_least=2)
     max_running_requests: int | None = option(None, "Replies that a server writes at the same time.", at_least=1)
     deterministic: bool | None = option(None, "Draw by the seed of each reply; when not set: on a CPU yes, on CUDA no (it costs speed).")
-    start_timeout: float = option(180.0, "Seconds that a server may take to start.", above=0)
+    start_timeout: float = option(300.0, "Seconds that a server may take to start.", above=0)
     timeout: float = option(1800.0, "Seconds that one reply or one weight update may take.", above=0)
     api_key: str | None = option(None, "Key of the servers; servers that the run starts get one of their own.", secret=True)
     extra_args: dict[str, Any] = option({}, "Further flags of sglang.launch_server, name: value; true is a flag without a value.")

@@ -1,13 +1,11 @@
 """The Hugging Face engine: a Transformers model on every rank, data parallelism by torch; the oracle of the Megatron engine.
 
-Shape legend: B rows, T tokens of the padded row, K columns with a target in some row, N targets of a micro-batch in
-row-major order, V vocabulary.
+Shape legend: B rows, T tokens of the padded row, N targets of a micro-batch in row-major order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,12 @@ from transformers import PreTrainedModel
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.engines.huggingface_checkpoint import load_state, save_state
+from rlmca.engines.huggingface_forward import TokenLogProbs
 from rlmca.engines.huggingface_model import build_module
 from rlmca.engines.huggingface_optimizer import build_optimizer, guarded_step
 from rlmca.engines.microbatch import micro_batches
 from rlmca.engines.options import HuggingFaceOptions
 from rlmca.engines.step import NOTHING_LIVE, Collected, global_counts, reduce_metrics, token_outputs
-from rlmca.models.logprobs import token_log_probs
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
 from rlmca.transfer.module import ModuleWeights
@@ -46,8 +44,8 @@ class HuggingFaceEngine:
         self.folder, self.parallel, self.options = folder, parallel, options
         self.module: PreTrainedModel = build_module(folder, options, fresh=fresh)
         self._hf_config = read_hf_config(folder)
-        self._accepted = _accepted(self.module)
-        self.model: Any = self.module
+        self._plain = TokenLogProbs(self.module, bf16=options.bf16)
+        self.model: Any = self._plain
         self.optimizer: torch.optim.AdamW | None = None
         if not trainable:
             self.module.requires_grad_(False)
@@ -62,9 +60,9 @@ class HuggingFaceEngine:
         self.optimizer = build_optimizer(self.module, options.optimizer)
 
     def _data_parallel(self) -> DistributedDataParallel:
-        """torch's DDP around the module; every rank then starts from rank 0's weights."""
+        """torch's DDP around what gives the log-probs; every rank then starts from rank 0's weights."""
         return DistributedDataParallel(
-            self.module,
+            self._plain,
             device_ids=[self.parallel.device.index] if self.parallel.device.type == "cuda" else None,
             process_group=self.parallel.dp_group,
             find_unused_parameters=self.options.find_unused_parameters,
@@ -83,7 +81,8 @@ class HuggingFaceEngine:
         devices = [self.parallel.device.index] if self.parallel.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             self.model.train()
-            self._forward(self.model, nothing.to(self.parallel.device), 1.0).sum().backward()
+            nothing = nothing.to(self.parallel.device)
+            self.model(nothing.ids_BT, nothing.mask_BT).sum().backward()
         self.module.zero_grad(set_to_none=True)
 
     # ---- training
@@ -107,10 +106,10 @@ class HuggingFaceEngine:
         self.module.zero_grad(set_to_none=True)
         collected: Collected = []
         for number, piece in enumerate(pieces, start=1):
-            several = self.model is not self.module
+            several = self.model is not self._plain
             # gradients add up on each rank; the last micro-batch sends their sum
             with self.model.no_sync() if several and number < len(pieces) else contextlib.nullcontext():
-                raw_2N = self._forward(self.model, piece, loss.temperature)
+                raw_2N = self.model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy)
                 value, metrics = loss.terms(token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
                 if not raw_2N.shape[1]:
                     value = value + raw_2N.sum()  # no target: keep the graph, the other ranks wait for its gradient
@@ -119,27 +118,6 @@ class HuggingFaceEngine:
                 (value * self.parallel.dp_size).backward()
         return collected
 
-    def _forward(self, model: Any, piece: Batch, temperature: float) -> Tensor:
-        """[2, N]: log-probability and entropy of the micro-batch's targets.
-
-        Rows are right-padded: the causal mask alone keeps padding out of real tokens, and what padding computes is never
-        read. Only positions that predict a target of some row go through the head.
-        """
-        column_K = piece.mask_BT.any(0).nonzero()[:, 0]
-        B, T = piece.ids_BT.shape
-        inputs = {
-            "position_ids": torch.arange(T, device=piece.ids_BT.device).expand(B, T),
-            "use_cache": False,
-            "logits_to_keep": column_K - 1,
-        }
-        with torch.autocast(piece.ids_BT.device.type, dtype=torch.bfloat16, enabled=self.options.bf16):
-            logits = model(input_ids=piece.ids_BT, **{name: value for name, value in inputs.items() if name in self._accepted}).logits
-        if "logits_to_keep" not in self._accepted:
-            logits = logits[:, column_K - 1]
-        logits_NV = logits[piece.mask_BT[:, column_K]]
-        target_N = piece.ids_BT[piece.mask_BT]
-        return torch.stack(token_log_probs(logits_NV, target_N, vocab_size=logits_NV.shape[1], temperature=temperature))
-
     # ---- inference
 
     @torch.no_grad()
@@ -147,7 +125,7 @@ class HuggingFaceEngine:
         """See `Engine.log_probs`."""
         self.model.eval()
         pieces = micro_batches(batch, self.options.eval_batch_size, self.parallel, sequence_parallel=False)
-        raw_2N = torch.cat([self._forward(self.module, piece, temperature) for piece in pieces], dim=1)
+        raw_2N = torch.cat([self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy) for piece in pieces], dim=1)
         return token_outputs(raw_2N, batch.to(self.parallel.device), entropy)
 
     # ---- weights and checkpoints
@@ -163,9 +141,3 @@ class HuggingFaceEngine:
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
         load_state(path, self.module, self.optimizer, self.parallel)
-
-
-def _accepted(module: PreTrainedModel) -> set[str]:
-    """Which optional arguments the model's forward has. Positions for the head are trusted to Transformers' own code alone."""
-    names = set(inspect.signature(module.forward).parameters)
-    return names if type(module).__module__.startswith("transformers.") else names - {"logits_to_keep"}

@@ -106,7 +106,7 @@ class MegatronEngine:
                 collected.append((value.detach().clone(), metrics))
                 return value * scale, {}
 
-            return model(piece.ids_BT, piece.mask_BT, loss.temperature), finish
+            return model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy), finish
 
         self._run(forward, pieces, forward_only=False)
         self._gather_pending = False
@@ -131,7 +131,7 @@ class MegatronEngine:
                 found.append(raw_2N)
                 return torch.zeros((), device=raw_2N.device), {}
 
-            return model(piece.ids_BT, piece.mask_BT, temperature), finish
+            return model(piece.ids_BT, piece.mask_BT, temperature, entropy), finish
 
         self._run(forward, pieces, forward_only=True)
         mask_BT = batch.mask_BT.to(self.parallel.device)

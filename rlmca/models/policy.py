@@ -1,7 +1,7 @@
 """The policy: a GPT model whose head gives the log-probability of chosen tokens instead of all logits.
 
 Shape legend: B rows, T tokens of a row, S tokens of it on this rank (context parallelism), N chosen tokens, H hidden
-size, V vocabulary columns of this rank.
+size.
 """
 
 from __future__ import annotations
@@ -10,33 +10,54 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlmca.models.context import own_targets, whole_outputs, zigzag_positions
-from rlmca.models.logprobs import token_log_probs
+from rlmca.models.logprobs_head import head_log_probs
+
+
+class LogProbHead(ColumnParallelLinear):
+    """Megatron's output layer, giving [2, N] log-prob and entropy (zeros when not asked for) instead of logits.
+
+    A module and not a function that is handed the weight: with `overlap_param_gather` DDP waits for the weight when its
+    module is called. The gradient of `chosen_NH` is this rank's share, see `head_log_probs`.
+    """
+
+    def forward(
+        self, chosen_NH: Tensor, target_N: Tensor, weight: Tensor | None, *, vocab_size: int, temperature: float, entropy: bool
+    ) -> Tensor:
+        logp_N, entropy_N = head_log_probs(
+            chosen_NH,
+            self.weight if weight is None else weight,
+            target_N,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            entropy=entropy,
+        )
+        return torch.stack([logp_N, torch.zeros_like(logp_N) if entropy_N is None else entropy_N])
 
 
 class PolicyModel(GPTModel):
     """`forward(ids_BT, mask_BT)` -> [2, N] log-prob and entropy of the tokens where `mask_BT` is True (row-major order).
 
     Earlier pipeline stages return hidden states. Only the hidden states that predict a chosen token go through the
-    head: with short replies to long prompts most of the logits would be computed to be thrown away. This is also the
-    one place where positions shift: the state at t-1 predicts token t.
+    head: with short replies to long prompts most of the work would be thrown away. This is also the one place where
+    positions shift: the state at t-1 predicts token t.
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
         if self.post_process:
-            # the head sees rows that are already gathered and chosen, so it must neither gather again nor
-            # all-reduce the input's gradient by itself: `_chosen` does both for its part
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = False
-            self.output_layer.disable_grad_reduce = True
+            # GPTModel names the class of its output layer: give what it built, parameters and hooks alike, our forward.
+            # The head sees rows that `_chosen` has gathered already, and `_chosen` reduces their gradient too.
+            self.output_layer.__class__ = LogProbHead
 
-    def forward(self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0) -> Tensor:
-        """See the class. `mask_BT[:, 0]` must be False: nothing predicts a first token."""
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, entropy: bool = True) -> Tensor:
+        """See the class. `mask_BT[:, 0]` must be False: nothing predicts a first token. Without `entropy` its row is zero."""
         cp = self.cp_group.size()
         position_S = zigzag_positions(ids_BT.shape[1], cp, self.cp_group.rank(), ids_BT.device)
         ids_BS = ids_BT if cp == 1 else ids_BT[:, position_S]
@@ -44,25 +65,23 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden
         row_N, place_N, number_N = own_targets(mask_BT, position_S)
-        chosen_NH = self._chosen(hidden, row_N, place_N)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits_NV, _ = self.output_layer(chosen_NH, weight=weight)
-        logp_N, entropy_N = token_log_probs(
-            logits_NV,
+        raw_2N = self.output_layer(
+            self._chosen(hidden, row_N, place_N),
             ids_BT[row_N, position_S[place_N] + 1],
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None,
             vocab_size=self.real_vocab_size,
             temperature=temperature,
-            group=self.tp_group if self.tp_group.size() > 1 else None,
+            entropy=entropy,
         )
-        raw_2N = torch.stack([logp_N, entropy_N])
         return raw_2N if cp == 1 else whole_outputs(raw_2N, number_N, int(mask_BT.sum()), self.cp_group)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
     def _chosen(self, hidden_SBH: Tensor, row_N: Tensor, position_N: Tensor) -> Tensor:
+        """The states that go through the head; backward: the sum of their gradients over the ranks' vocabulary shards."""
         if self.tp_group.size() > 1:
-            if self.config.sequence_parallel:  # backward: every rank's vocabulary shard contributes, so reduce-scatter
+            if self.config.sequence_parallel:
                 hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=True, group=self.tp_group)
             else:
                 hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=self.tp_group)

@@ -111,7 +111,7 @@ def test_twenty_steps_equal_a_plain_loop(weight_decay: float, max_grad_norm: flo
         assert abs(mine["grad_norm"] - expected["grad_norm"]) < 1e-4 * max(1.0, expected["grad_norm"]), f"step {step}"
         assert mine["skipped"] == 0.0
     for (name, mine), (_, expected) in zip(engine.module.named_parameters(), model.named_parameters(), strict=True):
-        torch.testing.assert_close(mine.detach(), expected.detach(), rtol=0, atol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(mine.detach(), expected.detach(), rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_twenty_steps_equal_megatron_with_every_option_of_the_optimizer(folder: Path) -> None:
