@@ -144,7 +144,7 @@ def test_what_a_rank_prints_is_seen_with_its_number(tmp_path: Path, ray_cluster:
         assert any(line.startswith(f"(rank {number} pid=") and line.endswith(f"here is number {number}") for line in lines), seen
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.whole), 1])
 def test_the_error_of_one_rank_is_the_error_of_the_call(rank: int, tmp_path: Path, ray_cluster: None) -> None:
     folder = save_model("llama", tmp_path / "model")
     with ray_ranks(config(folder, "dp2"), 2) as ranks:
