@@ -68,12 +68,14 @@ class Batch:
     """Right-padded sequences with everything a loss needs, all of shape [B, T] unless named otherwise.
 
     `ids_BT` int64; `length_B` int64, real tokens of each row; `mask_BT` bool, the targets. The optional
-    tensors are float32 and hold anything where `mask_BT` is False.
+    tensors are float32 and hold anything where `mask_BT` is False; `unit_B` int64: rows with the same number (the two
+    of a preference pair) go to the same rank and micro-batch.
     """
 
     ids_BT: Tensor
     length_B: Tensor
     mask_BT: Tensor
+    unit_B: Tensor | None = None
     old_logp_BT: Tensor | None = None
     ref_logp_BT: Tensor | None = None
     rollout_logp_BT: Tensor | None = None
@@ -113,7 +115,9 @@ class Batch:
             raise ValueError(f"cannot pad a batch of {have} rows, {self.ids_BT.shape[1]} wide, to [{B}, {T}]")
         out: dict[str, Tensor] = {}
         for name, value in self.tensors():
-            if name.endswith("_B"):
+            if name == "unit_B":  # what is added belongs to nobody
+                grown = torch.cat([value, torch.arange(B - have, device=value.device) + (int(value.max()) + 1 if have else 0)])
+            elif name.endswith("_B"):
                 grown = value.new_ones(B)
                 grown[:have] = value
             else:

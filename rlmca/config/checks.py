@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlmca.config import engine_checks, rollout_checks
+from rlmca.config import batch_checks, engine_checks, rollout_checks
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.process_checks import process_findings
@@ -34,6 +34,8 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
     yield from engine_checks.findings(cfg, command)
     yield from _data(cfg)
     yield from _training(cfg)
+    if command == "train":
+        yield from batch_checks.findings(cfg)
     if cfg.engine != "huggingface":  # there these keys are refused as a whole
         yield from _megatron(cfg)
         yield from _additional_configs(cfg)
@@ -73,6 +75,7 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
         if cfg.generation.top_p < 1 or cfg.generation.top_k > 0:
             yield "top_p and top_k shape sampling, but the ratio of the loss uses log-probabilities before them: the update is then biased"
     yield from rollout_checks.notes(cfg)
+    yield from batch_checks.notes(cfg)
     yield from idle(EXPORT_ONLY, "the command export uses it")
     if cfg.train.save_strategy != "steps":
         yield from idle(("save_steps",), f"save_strategy is {cfg.train.save_strategy}")

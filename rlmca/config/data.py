@@ -15,6 +15,12 @@ class DataConfig:
     eval_dataset: list[str] = option([], "Evaluation sets, written like dataset.")
     dataset_dir: str = option("data", "Folder with dataset_info.json and the files it names.")
     cutoff_len: int = option(2048, "Longest supervised row in tokens; longer rows are cut.", at_least=2)
+    packing: bool = option(
+        False,
+        "Rows behind each other instead of padded. Each still sees itself alone, so no number changes. In stage sft rows are "
+        "put together up to cutoff_len tokens, and batch sizes count such packs.",
+    )
+    neat_packing: bool | None = option(None, "LLaMA-Factory's name for packing that keeps rows apart, as packing always does here.")
     train_on_prompt: bool = option(False, "Train on prompt tokens too, not on replies alone.")
     mask_history: bool = option(False, "Train on the last turn of a conversation only.")
     max_samples: int | None = option(None, "Read at most this many rows of each set.", at_least=1)
@@ -24,3 +30,8 @@ class DataConfig:
     enable_thinking: bool = option(True, "Render replies of thinking models with their thought.")
     disable_shuffling: bool = option(False, "Keep rows in the order of the files.")
     data_seed: int | None = option(None, "Seed of the data order; seed when not set.", at_least=0, at_most=2**32 - 1)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed."""
+        return self.packing or bool(self.neat_packing)

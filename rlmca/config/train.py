@@ -37,6 +37,12 @@ class TrainConfig:
     do_eval: bool = option(False, "Evaluate once at the end of training.")
     per_device_train_batch_size: int = option(1, "Sequences of one micro-batch on one data-parallel rank.", at_least=1)
     per_device_eval_batch_size: int = option(8, "Sequences of one evaluation micro-batch on one data-parallel rank.", at_least=1)
+    max_tokens_per_microbatch: int | None = option(
+        None,
+        "Most tokens of a micro-batch, padding included. Rows are then grouped by length and dealt out so that ranks have "
+        "equal work; which rows make a step does not change.",
+        at_least=1,
+    )
     gradient_accumulation_steps: int = option(1, "Micro-batches of an optimiser step; stage grpo derives it.", at_least=1)
     learning_rate: float = option(5e-5, "Peak learning rate.", at_least=0)
     lr_scheduler_type: str = option("linear", "Shape of the learning rate over the run.", choices=_SCHEDULERS, refused=_SCHEDULERS_LATER)

@@ -9,6 +9,7 @@ from rlmca.data.errors import DataError, Dropped, DroppedRow
 from rlmca.data.loading import check_sources
 from rlmca.data.options import Hub
 from rlmca.data.order import ShuffledOrder
+from rlmca.data.packing import pack_rows
 from rlmca.data.prompts import Prompt, Prompts, load_prompts
 from rlmca.data.supervised import Dataset, load_supervised, load_train_eval
 from rlmca.data.template import ChatTemplate, Encoded, template_errors
@@ -30,6 +31,7 @@ __all__ = [
     "load_supervised",
     "load_tokenizer",
     "load_train_eval",
+    "pack_rows",
     "stop_ids",
     "template_errors",
 ]

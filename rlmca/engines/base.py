@@ -17,6 +17,10 @@ class Engine(Protocol):
     into micro-batches, padded and sent through pipeline stages is the engine's own business and changes no number.
     """
 
+    def shares(self, batch: Batch) -> list[list[int]]:
+        """Row numbers of each data-parallel rank's share of a whole batch, the same on all ranks."""
+        ...
+
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the batch of all ranks together.
 

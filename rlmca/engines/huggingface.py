@@ -21,9 +21,10 @@ from rlmca.engines.huggingface_checkpoint import load_state, save_state
 from rlmca.engines.huggingface_forward import TokenLogProbs
 from rlmca.engines.huggingface_model import build_module
 from rlmca.engines.huggingface_optimizer import build_optimizer, guarded_step
-from rlmca.engines.microbatch import micro_batches
+from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.options import HuggingFaceOptions
-from rlmca.engines.step import NOTHING_LIVE, Collected, global_counts, reduce_metrics, token_outputs
+from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, token_outputs
+from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
 from rlmca.transfer.module import ModuleWeights
@@ -45,6 +46,11 @@ class HuggingFaceEngine:
         self.module: PreTrainedModel = build_module(folder, options, fresh=fresh)
         self._hf_config = read_hf_config(folder)
         self._plain = TokenLogProbs(self.module, bf16=options.bf16)
+        if options.packing and not self._plain.keeps_borders():
+            raise HFFolderError(
+                f"packing: {type(self.module).__name__} lets the rows of a packed micro-batch see each other "
+                f"under attention {self.module.config._attn_implementation}; leave packing out, or write flash_attn: sdpa"
+            )
         self.model: Any = self._plain
         self.optimizer: torch.optim.AdamW | None = None
         if not trainable:
@@ -85,6 +91,17 @@ class HuggingFaceEngine:
             self.model(nothing.ids_BT, nothing.mask_BT).sum().backward()
         self.module.zero_grad(set_to_none=True)
 
+    # ---- the batch
+
+    def shares(self, batch: Batch) -> list[list[int]]:
+        """See `Engine.shares`."""
+        return shares(batch, self.cutting(self.options.micro_batch_size), self.parallel)
+
+    def cutting(self, rows: int) -> Cutting:
+        """How a share is cut into micro-batches of at most `rows` rows, or of the tokens that the options allow."""
+        own = self.options
+        return Cutting(rows=rows, max_tokens=own.max_tokens_per_microbatch, packed=own.packing, cost=row_cost(self._hf_config))
+
     # ---- training
 
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
@@ -94,13 +111,13 @@ class HuggingFaceEngine:
         counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
             return dict(NOTHING_LIVE)
-        pieces = micro_batches(batch, self.options.micro_batch_size, self.parallel, sequence_parallel=False)
+        pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
         metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
         finite = all(math.isfinite(value) for value in metrics.values())
         grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
         return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
 
-    def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
+    def compute_gradients(self, pieces: list[MicroBatch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches; `.grad` of every parameter is then that of the whole batch of all ranks."""
         self.model.train()
         self.module.zero_grad(set_to_none=True)
@@ -109,8 +126,8 @@ class HuggingFaceEngine:
             several = self.model is not self._plain
             # gradients add up on each rank; the last micro-batch sends their sum
             with self.model.no_sync() if several and number < len(pieces) else contextlib.nullcontext():
-                raw_2N = self.model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy)
-                value, metrics = loss.terms(token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
+                raw_2N = self.model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy, piece.borders)
+                value, metrics = loss.terms(token_outputs(raw_2N, piece.rows, loss.needs_entropy), piece.rows, counts)
                 if not raw_2N.shape[1]:
                     value = value + raw_2N.sum()  # no target: keep the graph, the other ranks wait for its gradient
                 collected.append((value.detach().clone(), metrics))
@@ -124,9 +141,10 @@ class HuggingFaceEngine:
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
         """See `Engine.log_probs`."""
         self.model.eval()
-        pieces = micro_batches(batch, self.options.eval_batch_size, self.parallel, sequence_parallel=False)
-        raw_2N = torch.cat([self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy) for piece in pieces], dim=1)
-        return token_outputs(raw_2N, batch.to(self.parallel.device), entropy)
+        pieces = micro_batches(batch, self.cutting(self.options.eval_batch_size), self.parallel)
+        found = [self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders) for piece in pieces]
+        out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, found[0].dtype)
+        return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
 
     # ---- weights and checkpoints
 

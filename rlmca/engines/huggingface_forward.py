@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,27 +35,36 @@ class TokenLogProbs(nn.Module):
         self._accepted = _accepted(module)
         self.makes_logits = not self._head_comes_last()
 
-    def forward(self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, entropy: bool = True) -> Tensor:
-        """See the class. `mask_BT[:, 0]` must be False: nothing predicts a first token. Without `entropy` its row may be zero."""
+    def forward(
+        self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, entropy: bool = True, borders: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """See the class. `borders`: the one row of the batch holds several sequences, which begin there; last, the row's end.
+
+        The first token of a sequence must not be chosen: nothing predicts it. Without `entropy` its row may be zero.
+        """
         column_K, target_N = mask_BT.any(0).nonzero()[:, 0], ids_BT[mask_BT]
         chosen_BK = mask_BT[:, column_K]
         if self.makes_logits:
-            logits_NV = self._output(ids_BT, column_K - 1)[chosen_BK]
+            logits_NV = self._output(ids_BT, column_K - 1, borders)[chosen_BK]
             return torch.stack(token_log_probs(logits_NV, target_N, vocab_size=logits_NV.shape[1], temperature=temperature))
         head: Any = self.module.get_output_embeddings()
         with _replaced(head, lambda hidden: hidden):
-            hidden_NH = self._output(ids_BT, column_K - 1)[chosen_BK]
+            hidden_NH = self._output(ids_BT, column_K - 1, borders)[chosen_BK]
         with self._autocast(ids_BT):
             logp_N, entropy_N = head_log_probs(
                 hidden_NH, head.weight, target_N, vocab_size=head.weight.shape[0], temperature=temperature, entropy=entropy
             )
         return torch.stack([logp_N, torch.zeros_like(logp_N) if entropy_N is None else entropy_N])
 
-    def _output(self, ids_BT: Tensor, position_K: Tensor) -> Tensor:
-        """What the model calls logits, [B, K, V] (or [B, K, H] under a head that does nothing), of these positions."""
+    def _output(self, ids_BT: Tensor, position_K: Tensor, borders: tuple[int, ...] | None = None) -> Tensor:
+        """What the model calls logits, [B, K, V] (or [B, K, H] under a head that does nothing), of these positions.
+
+        Positions that begin anew are how Transformers is told of packed sequences: its attention keeps them apart.
+        """
         B, T = ids_BT.shape
+        sequences = [torch.arange(end - begin, device=ids_BT.device) for begin, end in itertools.pairwise(borders or (0, T))]
         inputs = {
-            "position_ids": torch.arange(T, device=ids_BT.device).expand(B, T),
+            "position_ids": torch.cat(sequences).expand(B, T),
             "use_cache": False,
             "logits_to_keep": position_K,
         }
@@ -64,6 +74,28 @@ class TokenLogProbs(nn.Module):
 
     def _autocast(self, ids_BT: Tensor) -> torch.autocast:
         return torch.autocast(ids_BT.device.type, dtype=torch.bfloat16, enabled=self._bf16)
+
+    @torch.no_grad()
+    def keeps_borders(self) -> bool:
+        """Whether packed sequences do not see each other and count positions from their own beginning.
+
+        Seen by other tokens in front: what a sequence gives must not change.
+        """
+        device, training, bf16 = next(self.module.parameters()).device, self.module.training, self._bf16
+        place_K = torch.arange(4, device=device)
+        self._bf16 = bf16 and "flash" in str(self.module.config._attn_implementation)  # whose kernels know nothing wider
+        self.module.eval()
+        try:
+            alone = self._output(torch.tensor([[1, 2, 3, 1]], device=device), place_K)
+            behind = [
+                self._output(torch.tensor([[*front, 1, 2, 3, 1]], device=device), place_K + 4, (0, 4, 8))
+                for front in ([3, 2, 1, 1], [1, 0, 2, 2])
+            ]
+            allowed = (2e-2 if self._bf16 else 1e-4) * float(alone.abs().max())
+        finally:
+            self._bf16 = bf16
+            self.module.train(training)
+        return all(float((other - alone).abs().max()) <= allowed for other in behind)
 
     @torch.no_grad()
     def _head_comes_last(self) -> bool:

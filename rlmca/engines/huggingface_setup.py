@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlmca.config import RunConfig
+from rlmca.engines.budget import micro_batch_tokens
 from rlmca.engines.options import HuggingFaceOptions, OptimizerOptions
 
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -35,6 +36,8 @@ def huggingface_options(cfg: RunConfig) -> HuggingFaceOptions:
         ),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if cfg.stage == "grpo" else train.per_device_eval_batch_size,
+        packing=cfg.data.packs,
+        max_tokens_per_microbatch=micro_batch_tokens(cfg),
         save_optimizer=not train.save_only_model,
     )
 

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.engines.checkpoint import load_state, save_state
-from rlmca.engines.microbatch import micro_batches
+from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
-from rlmca.engines.step import NOTHING_LIVE, Collected, global_counts, reduce_metrics, token_outputs
+from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, token_outputs
 from rlmca.layouts import Coord, ModelLayout
 from rlmca.layouts.pipeline import pipeline_topology
 from rlmca.layouts.plan import in_chunk
 from rlmca.models.build import build_policy, wrap_data_parallel
+from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.load import load_ranks
 from rlmca.transfer.stream import LiveWeights
@@ -72,6 +73,22 @@ class MegatronEngine:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
 
+    # ---- the batch
+
+    def shares(self, batch: Batch) -> list[list[int]]:
+        """See `Engine.shares`."""
+        return shares(batch, self.cutting(self.options.micro_batch_size), self.parallel)
+
+    def cutting(self, rows: int) -> Cutting:
+        """How a share is cut into micro-batches of at most `rows` rows, or of the tokens that the options allow."""
+        return Cutting(
+            rows=rows,
+            max_tokens=self.options.max_tokens_per_microbatch,
+            packed=self.options.packing,
+            cost=row_cost(self.layout.hf_config),
+            sequence_parallel=self.options.build.sequence_parallel,
+        )
+
     # ---- training
 
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
@@ -79,14 +96,14 @@ class MegatronEngine:
         counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
             return dict(NOTHING_LIVE)
-        pieces = micro_batches(batch, self.options.micro_batch_size, self.parallel, sequence_parallel=self.options.build.sequence_parallel)
+        pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
         metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
         finite = all(math.isfinite(value) for value in metrics.values())
         grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
         self._gather_pending = stepped and self.options.data_parallel.overlap_param_gather
         return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
 
-    def compute_gradients(self, pieces: list[Batch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
+    def compute_gradients(self, pieces: list[MicroBatch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches, gradients reduced over ranks and left in Megatron's buffers."""
         for model in self.models:
             model.train()
@@ -96,17 +113,17 @@ class MegatronEngine:
         scale = len(pieces) * self.parallel.dp_size
         collected: Collected = []
 
-        def forward(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+        def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             piece = next(iterator)
 
             def finish(raw_2N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                value, metrics = loss.terms(token_outputs(raw_2N, piece, loss.needs_entropy), piece, counts)
+                value, metrics = loss.terms(token_outputs(raw_2N, piece.rows, loss.needs_entropy), piece.rows, counts)
                 if not raw_2N.shape[1]:
                     value = value + raw_2N.sum()  # no target: keep the graph, pipeline stages wait for its gradient
                 collected.append((value.detach().clone(), metrics))
                 return value * scale, {}
 
-            return model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy), finish
+            return model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy, piece.borders), finish
 
         self._run(forward, pieces, forward_only=False)
         self._gather_pending = False
@@ -120,29 +137,24 @@ class MegatronEngine:
         self._gather_weights()
         for model in self.models:
             model.eval()
-        rows = self.options.eval_batch_size
-        pieces = micro_batches(batch, rows, self.parallel, sequence_parallel=self.options.build.sequence_parallel)
+        pieces = micro_batches(batch, self.cutting(self.options.eval_batch_size), self.parallel)
         found: list[Tensor] = []
 
-        def forward(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+        def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             piece = next(iterator)
 
             def finish(raw_2N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 found.append(raw_2N)
                 return torch.zeros((), device=raw_2N.device), {}
 
-            return model(piece.ids_BT, piece.mask_BT, temperature, entropy), finish
+            return model(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders), finish
 
         self._run(forward, pieces, forward_only=True)
-        mask_BT = batch.mask_BT.to(self.parallel.device)
-        dtype = torch.promote_types(self.options.build.dtype, torch.float32)
-        out_2BT = torch.zeros(2, *mask_BT.shape, dtype=dtype, device=self.parallel.device)
-        if found:
-            out_2BT[:, mask_BT] = torch.cat(found, dim=1)
+        out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, torch.promote_types(self.options.build.dtype, torch.float32))
         self.parallel.from_last_stage(out_2BT)
         return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
 
-    def _run(self, forward: Any, pieces: list[Batch], *, forward_only: bool) -> None:
+    def _run(self, forward: Any, pieces: list[MicroBatch], *, forward_only: bool) -> None:
         B, T = pieces[0].ids_BT.shape
         get_forward_backward_func()(
             forward_step_func=forward,

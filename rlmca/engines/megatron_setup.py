@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from rlmca.config import RunConfig, virtual_stages
+from rlmca.engines.budget import micro_batch_tokens
 from rlmca.engines.options import EngineOptions, OptimizerOptions, PipelineOptions
 from rlmca.layouts import Topology
 from rlmca.layouts.pipeline import pipeline_topology
@@ -72,5 +73,7 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
         pipeline=pipeline_options(cfg),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if on_policy else train.per_device_eval_batch_size,
+        packing=cfg.data.packs,
+        max_tokens_per_microbatch=micro_batch_tokens(cfg),
         save_optimizer=not train.save_only_model,
     )

@@ -1,41 +1,163 @@
-"""Cutting a rank's share of a batch into micro-batches that every schedule accepts.
+"""Cutting a batch: into the shares of data-parallel ranks, and a share into micro-batches that every schedule accepts.
 
-Shape legend: B rows, T tokens of the padded row.
+Nothing here changes a number: rows are only put side by side, or, packed, behind each other with borders between them.
+
+Shape legend: B rows, T tokens of the padded row (of the packed one: of all its sequences), N targets of a micro-batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from rlmca.parallel.balance import RowCost, fitting_partition, partition
 from rlmca.parallel.groups import Parallel
 from rlmca.types import Batch
 
 
-def micro_batches(batch: Batch, rows: int, parallel: Parallel, *, sequence_parallel: bool) -> list[Batch]:
-    """`batch` in consecutive pieces of at most `rows` rows, as many on every data-parallel rank.
+@dataclass(frozen=True)
+class Cutting:
+    """What decides the cuts."""
 
-    A rank with fewer rows than another gets pieces of zero weight, so that collectives match; they change neither
-    loss nor gradient. Pipeline stages exchange tensors of one fixed shape: with several stages every piece is padded
-    to the same [B, T], otherwise each is as wide as its own longest row. T is a multiple of 2 CP under context
-    parallelism, times TP under sequence parallelism.
+    rows: int
+    """Most rows (with `Batch.unit_B`: most units) of a micro-batch; without meaning once `max_tokens` is given."""
+    max_tokens: int | None = None
+    """Most tokens of a micro-batch, padding included."""
+    packed: bool = False
+    """Rows behind each other instead of padded to the longest."""
+    cost: RowCost = RowCost()
+    """What is balanced over ranks and micro-batches."""
+    sequence_parallel: bool = False
+
+    @property
+    def balanced(self) -> bool:
+        """Whether rows are dealt out by what they cost; otherwise by their number."""
+        return self.packed or self.max_tokens is not None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a share, as losses see them and as a model does."""
+
+    rows: Batch
+    """Padded; rows and columns of zero weight may have been added at the end."""
+    numbers: list[int]
+    """Which rows of the share these are."""
+    ids_BT: Tensor
+    """What the model reads: the padded rows, or one row with all sequences."""
+    mask_BT: Tensor
+    """The targets in it; their row-major order is that of `rows.mask_BT`."""
+    borders: tuple[int, ...] | None
+    """Packed: where each sequence begins in the one row, and where the row ends."""
+
+
+def shares(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[list[int]]:
+    """Row numbers of every data-parallel rank's share of a batch, each ascending and none empty.
+
+    ValueError when there are fewer units than ranks: that cannot be a batch.
     """
-    own = math.ceil(len(batch) / rows)
-    number = int(parallel.dp_max(torch.tensor([own], device=parallel.device)).item())
+    units = _units(batch)
+    if len(units) < parallel.dp_size:
+        raise ValueError(f"a batch of {len(units)} rows cannot be shared by {parallel.dp_size} data-parallel ranks")
+    if cutting.balanced:
+        parts = partition(_costs(batch, units, cutting.cost), parallel.dp_size)
+    else:
+        parts = [list(range(rank, len(units), parallel.dp_size)) for rank in range(parallel.dp_size)]
+    return [[row for unit in part for row in units[unit]] for part in parts]
+
+
+def micro_batches(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[MicroBatch]:
+    """This rank's share of a batch in pieces, as many on every data-parallel rank.
+
+    A rank that needs fewer than another gets pieces of zero weight, so that collectives match; they change neither
+    loss nor gradient. Pipeline stages exchange tensors of one fixed shape: with several stages every piece is as large
+    as the largest, otherwise each is as wide as its own rows need. Context parallelism splits a sequence into 2 CP
+    chunks, sequence parallelism what a rank then holds of a row into TP.
+    """
+    context = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
+    multiple = (parallel.tp_size if cutting.sequence_parallel else 1) * context
+    lengths = [_round_up(n, context if cutting.packed else multiple) for n in batch.length_B.tolist()]
+    units = _units(batch)
+    own = _cut(batch, units, lengths, cutting, 1)
+    number = int(parallel.dp_max(torch.tensor([len(own)], device=parallel.device)).item())
     if parallel.vpp_size > 1:  # an interleaved schedule goes through its chunks with as many micro-batches as stages at a time
-        number = math.ceil(number / parallel.pp_size) * parallel.pp_size
-    multiple = (parallel.tp_size if sequence_parallel else 1) * (2 * parallel.cp_size if parallel.cp_size > 1 else 1)
-    pieces = [batch.rows(slice(i * rows, (i + 1) * rows)) for i in range(number)]
-    widest = max(_width(piece, multiple) for piece in pieces)
+        number = _round_up(number, parallel.pp_size)
+    if len(own) < number:
+        own = _cut(batch, units, lengths, cutting, number)
+    rows = [[row for unit in piece for row in units[unit]] for piece in own]
     fixed = parallel.pp_size > 1
-    tallest = max(len(piece) for piece in pieces)
-    return [
-        piece.pad_to(tallest if fixed else max(1, len(piece)), widest if fixed else _width(piece, multiple)).to(parallel.device)
-        for piece in pieces
-    ]
+    if cutting.packed:
+        width = max(_round_up(sum(lengths[r] for r in piece), multiple) for piece in rows) if fixed else 0
+        return [_pack(batch, piece, [lengths[r] for r in piece], multiple, width, parallel) for piece in rows]
+    width = max(max((lengths[r] for r in piece), default=multiple) for piece in rows) if fixed else 0
+    height = max(len(piece) for piece in rows) if fixed else 1
+    return [_pad(batch, piece, max(width, *(lengths[r] for r in piece), multiple), max(height, len(piece)), parallel) for piece in rows]
 
 
-def _width(batch: Batch, multiple: int) -> int:
-    longest = int(batch.length_B.max()) if len(batch) else 1
-    return math.ceil(longest / multiple) * multiple
+def _cut(batch: Batch, units: Sequence[list[int]], lengths: Sequence[int], cutting: Cutting, at_least: int) -> list[list[int]]:
+    """Unit numbers of each micro-batch, at least so many, in the order of their first units."""
+    if cutting.max_tokens is None:
+        pieces = [list(range(i, min(i + cutting.rows, len(units)))) for i in range(0, len(units), cutting.rows)]
+    elif cutting.packed:
+        sizes = [sum(lengths[row] for row in unit) for unit in units]
+        pieces = fitting_partition(_costs(batch, units, cutting.cost), sizes, cutting.max_tokens, at_least=at_least)
+    else:
+        pieces = _by_length(units, lengths, cutting.max_tokens)
+    filled = sorted(piece for piece in pieces if piece)
+    return filled + [[] for _ in range(at_least - len(filled))]
+
+
+def _by_length(units: Sequence[list[int]], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Units of about equal length together, rows x longest within `max_tokens`; a unit beyond that is by itself."""
+    pieces: list[list[int]] = []
+    rows = longest = 0
+    for unit in sorted(range(len(units)), key=lambda u: (-max(lengths[row] for row in units[u]), u)):
+        if not pieces or (rows + len(units[unit])) * longest > max_tokens:
+            pieces.append([])
+            rows, longest = 0, max(lengths[row] for row in units[unit])  # the first of a piece is its longest
+        pieces[-1].append(unit)
+        rows += len(units[unit])
+    return [sorted(piece) for piece in pieces]
+
+
+def _pad(batch: Batch, piece: list[int], width: int, height: int, parallel: Parallel) -> MicroBatch:
+    rows = batch.rows(piece).pad_to(height, width).to(parallel.device)
+    return MicroBatch(rows, piece, rows.ids_BT, rows.mask_BT, None)
+
+
+def _pack(batch: Batch, piece: list[int], lengths: list[int], multiple: int, width: int, parallel: Parallel) -> MicroBatch:
+    """Each sequence with its padding behind the one before; what is left of the row is a sequence of its own."""
+    borders = list(itertools.accumulate(lengths, initial=0))
+    end = max(width, _round_up(borders[-1], multiple), multiple)
+    rows = batch.rows(piece).pad_to(max(1, len(piece)), max(lengths, default=1)).to(parallel.device)
+    ids_1T, mask_1T = rows.ids_BT.new_zeros(1, end), rows.mask_BT.new_zeros(1, end)
+    for number, (begin, stop) in enumerate(itertools.pairwise(borders)):
+        ids_1T[0, begin:stop] = rows.ids_BT[number, : stop - begin]
+        mask_1T[0, begin:stop] = rows.mask_BT[number, : stop - begin]
+    if end > borders[-1]:
+        borders.append(end)
+    return MicroBatch(rows, piece, ids_1T, mask_1T, tuple(borders))
+
+
+def _units(batch: Batch) -> list[list[int]]:
+    """Row numbers that must stay together, in the order of their first rows."""
+    if batch.unit_B is None:
+        return [[row] for row in range(len(batch))]
+    found: dict[int, list[int]] = {}
+    for row, unit in enumerate(batch.unit_B.tolist()):
+        found.setdefault(unit, []).append(row)
+    return list(found.values())
+
+
+def _costs(batch: Batch, units: Sequence[list[int]], cost: RowCost) -> list[float]:
+    lengths = batch.length_B.tolist()
+    return [sum(cost(lengths[row]) for row in unit) for unit in units]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple

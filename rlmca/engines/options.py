@@ -40,6 +40,10 @@ class EngineOptions:
     """Rows of one forward and backward."""
     eval_batch_size: int = 8
     """Rows of one forward without gradient."""
+    packing: bool = False
+    """Rows of a micro-batch behind each other in one, with borders that attention and positions keep; no padding between."""
+    max_tokens_per_microbatch: int | None = None
+    """Most tokens of a micro-batch, in place of a number of rows; rows are then balanced over ranks by their cost."""
     save_optimizer: bool = True
     """False: checkpoints hold the weights alone."""
 
@@ -66,5 +70,9 @@ class HuggingFaceOptions:
     """Rows of one forward and backward."""
     eval_batch_size: int = 8
     """Rows of one forward without gradient."""
+    packing: bool = False
+    """Rows of a micro-batch behind each other in one, with borders that attention and positions keep; no padding between."""
+    max_tokens_per_microbatch: int | None = None
+    """Most tokens of a micro-batch, in place of a number of rows; rows are then balanced over ranks by their cost."""
     save_optimizer: bool = True
     """False: checkpoints hold the weights alone."""

@@ -5,10 +5,13 @@ Shape legend: B rows, T tokens of the padded row, N targets of a micro-batch in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, Metrics, TokenOutputs
+from rlmca.engines.microbatch import MicroBatch
 from rlmca.parallel.groups import Parallel
 from rlmca.types import Batch
 
@@ -31,6 +34,17 @@ def token_outputs(raw_2N: Tensor, batch: Batch, entropy: bool) -> TokenOutputs:
     zeros_BT = raw_2N.new_zeros(batch.mask_BT.shape)
     logp_BT = zeros_BT.masked_scatter(batch.mask_BT, raw_2N[0])
     return TokenOutputs(logp_BT=logp_BT, entropy_BT=zeros_BT.masked_scatter(batch.mask_BT, raw_2N[1]) if entropy else None)
+
+
+def gathered_outputs(found: Sequence[Tensor], pieces: Sequence[MicroBatch], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """[2, B, T] of a share from [2, N] of each of its micro-batches (none: zeros), rows where they were, zero off the targets."""
+    device = pieces[0].ids_BT.device
+    out_2BT = torch.zeros(2, *shape, dtype=dtype, device=device)
+    for raw_2N, piece in zip(found, pieces, strict=bool(found)):
+        row_N, place_N = piece.rows.mask_BT.nonzero(as_tuple=True)
+        if piece.numbers:
+            out_2BT[:, torch.tensor(piece.numbers, device=device)[row_N], place_N] = raw_2N.to(dtype)
+    return out_2BT
 
 
 def reduce_metrics(collected: Collected, parallel: Parallel) -> dict[str, float]:

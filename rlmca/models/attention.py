@@ -6,12 +6,15 @@ Shape legend: S tokens, B rows, H heads (query: H, key/value: G groups), D head 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlmca.models.context import heads_to_tokens, tokens_to_heads, zigzag_positions
+from rlmca.models.context import Borders, heads_to_tokens, held_places, natural_order, tokens_to_heads
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -35,12 +38,35 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel
 
 
+@dataclass
+class PackedRows(PackedSeqParams):
+    """Megatron's description of a packed row, and the same borders as numbers: reading them off a device would wait for it."""
+
+    borders: Borders = ()
+
+
+def packed_rows(borders: Borders, device: torch.device) -> PackedRows:
+    """Sequences behind each other in one row. Padding belongs to the sequence that it follows, or is one of its own."""
+    cumulative = torch.tensor(borders, dtype=torch.int32, device=device)
+    longest = max(end - begin for begin, end in itertools.pairwise(borders))
+    return PackedRows(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        borders=borders,
+    )
+
+
 class TorchCoreAttention(MegatronModule):
     """Causal attention with grouped queries through torch's scaled_dot_product_attention, also over context-parallel ranks.
 
-    Rows are right-padded and pads come after every real token, so the causal mask alone keeps them out of real
-    tokens; what pads compute is never read. Any other mask, packed rows and biases raise: computing something
-    else than asked would go unnoticed.
+    Sequences are right-padded and pads come after every real token, so the causal mask alone keeps them out of real
+    tokens; what pads compute is never read. Packed sequences are taken one by one and never see each other. Any other
+    mask and biases raise: computing something else than asked would go unnoticed.
     """
 
     def __init__(
@@ -70,22 +96,29 @@ class TorchCoreAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedRows | None = None,
     ) -> Tensor:
-        """query [S, B, H, D], key and value [S, B, G, D] -> [S, B, H * D]; S are this rank's tokens of each row."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("the torch core attention computes plain causal attention: no mask, bias or packed rows")
+        """query [S, B, H, D], key and value [S, B, G, D] -> [S, B, H * D]; S are this rank's tokens of each row.
+
+        Packed, Megatron leaves out the axis of rows: [S, H, D] and [S, G, D] -> [S, H * D].
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("the torch core attention computes plain causal attention: no mask, no bias")
         if attn_mask_type not in (AttnMaskType.causal, None) or key.shape[0] != query.shape[0]:
             raise ValueError(f"the torch core attention is causal over equal lengths, not {attn_mask_type}")
+        if packed_seq_params is not None:
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+        whole: Borders = (0, query.shape[0] * (1 if self.cp_group is None else self.cp_group.size()))
+        borders = whole if packed_seq_params is None else packed_seq_params.borders
         if self.cp_group is None:
-            out_SBHD = self._attend(query, key, value)
+            out_SBHD = self._attend(query, key, value, borders)
         elif self.exchange == "a2a":
-            heads = [tokens_to_heads(t, self.cp_group) for t in self._split_heads(query, key, value)]
-            out_SBHD = heads_to_tokens(self._attend(*heads), self.cp_group)
+            query_, key_, value_ = (tokens_to_heads(t, borders, self.cp_group) for t in self._split_heads(query, key, value))
+            out_SBHD = heads_to_tokens(self._attend(query_, key_, value_, borders), borders, self.cp_group)
         else:
-            out_SBHD = self._attend_to_all(query, key, value)
+            out_SBHD = self._attend_to_all(query, key, value, borders)
         S, B = query.shape[:2]
-        return out_SBHD.reshape(S, B, -1)
+        return out_SBHD.reshape(S, -1) if packed_seq_params is not None else out_SBHD.reshape(S, B, -1)
 
     def _split_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Key and value heads repeated as far as it takes to give every rank of the group as many."""
@@ -95,16 +128,25 @@ class TorchCoreAttention(MegatronModule):
             key, value = (t.repeat_interleave(repeats, dim=2) for t in (key, value))
         return query, key, value
 
-    def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor, borders: Borders) -> Tensor:
         """This rank's queries against the keys and values of all ranks; their gradients are summed back to their owners."""
-        size, rank = self.cp_group.size(), self.cp_group.rank()
-        T = query.shape[0] * size
-        position_T = torch.cat([zigzag_positions(T, size, r, query.device) for r in range(size)])
-        key, value = (_gather_summing(t, self.cp_group) for t in (key, value))
-        own_S = zigzag_positions(T, size, rank, query.device)
-        return self._attend(query, key, value, mask_ST=own_S[:, None] >= position_T)
+        size = self.cp_group.size()
+        held_S = held_places(borders, size, self.cp_group.rank(), query.device)
+        order_T = natural_order(borders, size, query.device)
+        key, value = (_gather_summing(t, self.cp_group)[order_T] for t in (key, value))
+        parts = []
+        for begin, end in itertools.pairwise(borders):
+            own, all_ = slice(begin // size, end // size), slice(begin, end)
+            mask_ST = held_S[own, None] >= torch.arange(begin, end, device=query.device)
+            parts.append(self._sequence(query[own], key[all_], value[all_], mask_ST))
+        return torch.cat(parts)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask_ST: Tensor | None = None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, borders: Borders) -> Tensor:
+        """[T, B, H, D], causal within each sequence."""
+        parts = [self._sequence(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(borders)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _sequence(self, query: Tensor, key: Tensor, value: Tensor, mask_ST: Tensor | None = None) -> Tensor:
         """[S, B, H, D], causal unless a mask says which keys a query sees."""
         q_BHSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0

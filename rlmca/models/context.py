@@ -1,7 +1,8 @@
 """Context parallelism: which tokens of a row a rank holds, and how what it computes becomes whole again.
 
-A row of T tokens (a multiple of 2 CP) is cut into 2 CP chunks; rank r holds chunks r and 2 CP - 1 - r, so that under a
-causal mask every rank has the same work (Megatron-Core's layout; Li et al. 2024, "Striped"/zigzag ring attention).
+A sequence (its length a multiple of 2 CP) is cut into 2 CP chunks; rank r holds chunks r and 2 CP - 1 - r, so that under
+a causal mask every rank has the same work (Megatron-Core's layout; Li et al. 2024, "Striped"/zigzag ring attention). A
+row is one sequence, or, packed, several behind each other; `borders` says where they begin and, last, where the row ends.
 
 Shape legend: B rows, T tokens of the whole row, S tokens of this rank, N targets of the whole micro-batch in row-major
 order, n those whose predecessor this rank holds, H heads, D head size.
@@ -9,36 +10,46 @@ order, n those whose predecessor this rank holds, H heads, D head size.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Borders = tuple[int, ...]
 
-def zigzag_positions(T: int, size: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
-    """Positions [T / size] that rank `rank` of `size` holds, in the order in which it holds them."""
+
+def held_places(borders: Borders, size: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
+    """Places [T / size] of the row that rank `rank` of `size` holds, in the order in which it holds them: sequence by sequence."""
     if size == 1:
-        return torch.arange(T, device=device)
-    chunk, rest = divmod(T, 2 * size)
-    if rest:
-        raise ValueError(f"{T} tokens do not split into 2 x {size} chunks of context parallelism")
-    first, last = rank * chunk, (2 * size - 1 - rank) * chunk
-    return torch.cat([torch.arange(first, first + chunk, device=device), torch.arange(last, last + chunk, device=device)])
+        return torch.arange(borders[-1], device=device)
+    parts = []
+    for begin, end in itertools.pairwise(borders):
+        chunk, rest = divmod(end - begin, 2 * size)
+        if rest:
+            raise ValueError(f"{end - begin} tokens do not split into 2 x {size} chunks of context parallelism")
+        parts += [torch.arange(begin + k * chunk, begin + (k + 1) * chunk, device=device) for k in (rank, 2 * size - 1 - rank)]
+    return torch.cat(parts)
 
 
-def own_targets(mask_BT: Tensor, position_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(row_n, place_n, number_n) of the targets that this rank predicts.
+def natural_order(borders: Borders, size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Index [T] that puts the tokens of all ranks, gathered rank by rank, into the order of the row."""
+    return torch.cat([held_places(borders, size, r, device) for r in range(size)]).argsort()
 
-    The state at `position_S[place]` predicts the token after it: target `number` of the whole micro-batch in row-major
+
+def own_targets(mask_BT: Tensor, held_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(row_n, index_n, number_n) of the targets that this rank predicts.
+
+    The state at place `held_S[index]` predicts the token after it: target `number` of the whole micro-batch in row-major
     order. Every target is predicted by exactly one rank.
     """
     number_BT = mask_BT.reshape(-1).cumsum(0).reshape(mask_BT.shape) - 1
-    after_S = position_S + 1
+    after_S = held_S + 1
     inside_S = after_S < mask_BT.shape[1]
     wanted_BS = mask_BT[:, after_S.clamp(max=mask_BT.shape[1] - 1)] & inside_S
-    row_n, place_n = wanted_BS.nonzero(as_tuple=True)
-    return row_n, place_n, number_BT[row_n, after_S[place_n]]
+    row_n, index_n = wanted_BS.nonzero(as_tuple=True)
+    return row_n, index_n, number_BT[row_n, after_S[index_n]]
 
 
 def whole_outputs(raw_2n: Tensor, number_n: Tensor, N: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -65,8 +76,8 @@ class _Whole(torch.autograd.Function):
         return grad_2N[:, number_n], None, None, None
 
 
-def tokens_to_heads(x_SBHD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[S, B, H, D] of this rank's tokens -> [T, B, H / CP, D]: all tokens of some heads, in natural order.
+def tokens_to_heads(x_SBHD: Tensor, borders: Borders, group: dist.ProcessGroup) -> Tensor:
+    """[S, B, H, D] of this rank's tokens -> [T, B, H / CP, D]: all tokens of some heads, in the order of the row.
 
     Jacobs et al. 2023, DeepSpeed Ulysses. The number of heads must be a multiple of CP.
     """
@@ -76,20 +87,16 @@ def tokens_to_heads(x_SBHD: Tensor, group: dist.ProcessGroup) -> Tensor:
         raise ValueError(f"{H} heads cannot be dealt out to {size} context-parallel ranks; write cp_comm_type: all_gather")
     sent = x_SBHD.reshape(S, B, size, H // size, D).permute(2, 0, 1, 3, 4)
     got = _AllToAll.apply(sent, group).reshape(size * S, B, H // size, D)
-    return got[_natural_order(size * S, size, got.device)]
+    return got[natural_order(borders, size, got.device)]
 
 
-def heads_to_tokens(x_TBHD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse: [T, B, H / CP, D] in natural order -> [S, B, H, D]."""
+def heads_to_tokens(x_TBHD: Tensor, borders: Borders, group: dist.ProcessGroup) -> Tensor:
+    """The inverse: [T, B, H / CP, D] in the order of the row -> [S, B, H, D]."""
     size = dist.get_world_size(group)
     T, B, H, D = x_TBHD.shape
-    held = torch.cat([zigzag_positions(T, size, r, x_TBHD.device) for r in range(size)])
+    held = torch.cat([held_places(borders, size, r, x_TBHD.device) for r in range(size)])
     got = _AllToAll.apply(x_TBHD[held].reshape(size, T // size, B, H, D), group)
     return got.permute(1, 2, 0, 3, 4).reshape(T // size, B, size * H, D)
-
-
-def _natural_order(T: int, size: int, device: torch.device) -> Tensor:
-    return torch.cat([zigzag_positions(T, size, r, device) for r in range(size)]).argsort()
 
 
 class _AllToAll(torch.autograd.Function):

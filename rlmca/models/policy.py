@@ -14,7 +14,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from rlmca.models.context import own_targets, whole_outputs, zigzag_positions
+from rlmca.models.attention import packed_rows
+from rlmca.models.context import Borders, held_places, own_targets, whole_outputs
 from rlmca.models.logprobs_head import head_log_probs
 
 
@@ -56,18 +57,28 @@ class PolicyModel(GPTModel):
             # The head sees rows that `_chosen` has gathered already, and `_chosen` reduces their gradient too.
             self.output_layer.__class__ = LogProbHead
 
-    def forward(self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, entropy: bool = True) -> Tensor:
-        """See the class. `mask_BT[:, 0]` must be False: nothing predicts a first token. Without `entropy` its row is zero."""
+    def forward(
+        self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, entropy: bool = True, borders: Borders | None = None
+    ) -> Tensor:
+        """See the class. `borders`: the one row of the batch holds several sequences, which begin there; last, the row's end.
+
+        The first token of a sequence must not be chosen: nothing predicts it. Without `entropy` its row is zero.
+        """
         cp = self.cp_group.size()
-        position_S = zigzag_positions(ids_BT.shape[1], cp, self.cp_group.rank(), ids_BT.device)
-        ids_BS = ids_BT if cp == 1 else ids_BT[:, position_S]
-        hidden = super().forward(ids_BS, position_S.expand_as(ids_BS), attention_mask=None)
+        held_S = held_places(borders or (0, ids_BT.shape[1]), cp, self.cp_group.rank(), ids_BT.device)
+        ids_BS = ids_BT if cp == 1 else ids_BT[:, held_S]
+        hidden = super().forward(
+            ids_BS,
+            held_S.expand_as(ids_BS),  # read by learned positions alone, which no family here has; rotary ones follow the borders
+            attention_mask=None,
+            packed_seq_params=None if borders is None else packed_rows(borders, ids_BT.device),
+        )
         if not self.post_process:
             return hidden
-        row_N, place_N, number_N = own_targets(mask_BT, position_S)
+        row_N, index_N, number_N = own_targets(mask_BT, held_S)
         raw_2N = self.output_layer(
-            self._chosen(hidden, row_N, place_N),
-            ids_BT[row_N, position_S[place_N] + 1],
+            self._chosen(hidden, row_N, index_N),
+            ids_BT[row_N, held_S[index_N] + 1],
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None,
             vocab_size=self.real_vocab_size,
             temperature=temperature,
@@ -78,7 +89,7 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def _chosen(self, hidden_SBH: Tensor, row_N: Tensor, position_N: Tensor) -> Tensor:
+    def _chosen(self, hidden_SBH: Tensor, row_N: Tensor, index_N: Tensor) -> Tensor:
         """The states that go through the head; backward: the sum of their gradients over the ranks' vocabulary shards."""
         if self.tp_group.size() > 1:
             if self.config.sequence_parallel:
@@ -86,4 +97,4 @@ class PolicyModel(GPTModel):
             else:
                 hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=self.tp_group)
         flat_XH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
-        return flat_XH.index_select(0, position_N * hidden_SBH.shape[1] + row_N)
+        return flat_XH.index_select(0, index_N * hidden_SBH.shape[1] + row_N)

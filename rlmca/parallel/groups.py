@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -169,13 +168,3 @@ def close() -> None:
     """End the process groups of this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def share(rows: Sequence[int], dp_rank: int, dp_size: int) -> list[int]:
-    """The rows of a global batch that one data-parallel rank computes; sizes differ by one at most.
-
-    Raises ValueError when a rank would get none: fewer rows than ranks cannot be a batch.
-    """
-    if len(rows) < dp_size:
-        raise ValueError(f"a batch of {len(rows)} rows cannot be shared by {dp_size} data-parallel ranks")
-    return list(rows[dp_rank::dp_size])

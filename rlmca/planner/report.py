@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlmca.config import ConfigError, RunConfig, batch_plan, model_parallel_size
+from rlmca.engines.budget import micro_batch_tokens
 from rlmca.engines.megatron_setup import run_topology
 from rlmca.planner.parameters import rank_parameters, read_hf_config
 from rlmca.planner.preflight import preflight_errors
@@ -52,21 +53,26 @@ def _data_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     if rows is None:
         return [*lines, ("steps", "known once the data is read")]
     plan = batch_plan(cfg, world_size, rows)
+    budget = micro_batch_tokens(cfg)
     if cfg.stage == "grpo":
         mini = cfg.rl.mini_batch_size or cfg.rl.rollout_batch_size
+        pieces = f"micro-batches of {budget} tokens" if budget else f"{plan.accumulation} micro-batches of {plan.micro_batch} a rank"
         lines += [
             ("rollout", f"{plan.global_batch} prompts x {cfg.rl.num_generations} replies = {plan.samples} samples"),
             (
                 "update",
-                f"{plan.optimizer_steps_per_step} optimiser steps of {mini} prompts, "
-                f"{plan.accumulation} micro-batches of {plan.micro_batch} a rank",
+                f"{plan.optimizer_steps_per_step} optimiser steps of {mini} prompts, {pieces}",
             ),
         ]
+    elif cfg.data.packs:
+        packs = f"{plan.global_batch} packs of {cfg.data.cutoff_len} tokens, micro-batches of {budget} tokens"
+        return [*lines, ("batch", packs), ("steps", "known once the rows are packed")]
     else:
         lines.append(
             (
                 "batch",
-                f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x data {plan.data_parallel} = {plan.global_batch} rows",
+                f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x data {plan.data_parallel} = {plan.global_batch} rows"
+                + ("" if budget is None else f", in micro-batches of {budget} tokens"),
             )
         )
     steps = f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs:.2f} epochs)"

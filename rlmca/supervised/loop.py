@@ -26,6 +26,8 @@ class Supervised:
     order: ShuffledOrder
     eval_rows: int
     """Rows of one evaluation batch over all data-parallel ranks."""
+    packs: Sequence[Sequence[int]] | None = None
+    """Packing: the rows of each pack, and `order` counts packs."""
     replies: ReplyEvaluation | None = None
     """Scores generated replies besides the loss."""
 
@@ -39,7 +41,8 @@ def run_loop(session: Session, parts: Supervised) -> None:
     """All steps from where the session stands; saves and evaluates as the schedule says."""
     for step in session.steps():
         watch = Stopwatch()
-        _, rows = parts.order.next()
+        _, numbers = parts.order.next()
+        rows = numbers if parts.packs is None else [row for number in numbers for row in parts.packs[number]]
         batch = collate(parts.train, rows)
         lr = session.learning_rate(step)
         metrics = parts.policy.train_batch(batch, parts.loss, lr)

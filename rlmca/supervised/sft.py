@@ -8,7 +8,7 @@ import time
 
 from rlmca.algorithms.losses import SftLoss
 from rlmca.config import RunConfig, batch_plan
-from rlmca.data import Hub, ShuffledOrder, load_prompts, load_train_eval
+from rlmca.data import Hub, ShuffledOrder, load_prompts, load_train_eval, pack_rows
 from rlmca.rewards import build_rewards
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.session import Session
@@ -29,11 +29,15 @@ def run(cfg: RunConfig) -> dict[str, float]:
         data_seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
         hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
         train, evals = load_train_eval(cfg.data, source.template, say(parallel), seed=data_seed, hub=hub)
-        plan = batch_plan(cfg, math.prod(ranks.sizes), len(train))
+        packs = pack_rows(train.lengths, cfg.data.cutoff_len) if cfg.data.packs else None
+        if packs is not None:
+            filled = train.num_tokens / (len(packs) * cfg.data.cutoff_len)
+            say(parallel)(f"packing: {len(train)} rows in {len(packs)} packs of {cfg.data.cutoff_len} tokens, {filled:.1%} filled")
+        units = len(train) if packs is None else len(packs)
+        plan = batch_plan(cfg, math.prod(ranks.sizes), units)
         session = Session(cfg, plan, ranks, best_metric="loss", lower_is_better=True)
-        order = ShuffledOrder(
-            len(train), plan.global_batch, data_seed, shuffle=not cfg.data.disable_shuffling, fingerprint=train.fingerprint
-        )
+        fingerprint = train.fingerprint if packs is None else f"{train.fingerprint} in packs of {cfg.data.cutoff_len}"
+        order = ShuffledOrder(units, plan.global_batch, data_seed, shuffle=not cfg.data.disable_shuffling, fingerprint=fingerprint)
         policy = ranks.build("policy", source.folder)
         session.restore(policy, order)
         replies: ReplyEvaluation | None = None
@@ -48,6 +52,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
             train=train,
             evals=evals,
             order=order,
+            packs=packs,
             eval_rows=cfg.train.per_device_eval_batch_size * plan.data_parallel,
             replies=replies,
         )

@@ -15,7 +15,7 @@ from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
 from rlmca.engines.base import Engine
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
-from rlmca.parallel.groups import Parallel, share
+from rlmca.parallel.groups import Parallel
 from rlmca.transfer.export import export_hf
 from rlmca.transfer.side_files import Tokenizer
 from rlmca.types import Batch
@@ -31,13 +31,13 @@ class SpmdGroup:
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
         batch = self._grown(batch)
-        return self.engine.train_batch(batch.rows(self._own(len(batch))), loss, learning_rate)
+        return self.engine.train_batch(batch.rows(self._own(batch)), loss, learning_rate)
 
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
         real, width = batch.ids_BT.shape
         batch = self._grown(batch)
-        own = self._own(len(batch))
+        own = self._own(batch)
         out = self.engine.log_probs(batch.rows(own), temperature=temperature, entropy=entropy)
         if self.parallel.dp_size == 1:
             return TokenOutputs(out.logp_BT[:real], None if out.entropy_BT is None else out.entropy_BT[:real])
@@ -75,8 +75,8 @@ class SpmdGroup:
         """Filters of RL may leave fewer samples than ranks: what one rank trains on, two must train on too."""
         return batch.pad_to(max(len(batch), self.parallel.dp_size), batch.ids_BT.shape[1])
 
-    def _own(self, rows: int) -> list[int]:
-        return share(range(rows), self.parallel.dp_rank, self.parallel.dp_size)
+    def _own(self, batch: Batch) -> list[int]:
+        return self.engine.shares(batch)[self.parallel.dp_rank]
 
 
 class SpmdRanks:

@@ -93,7 +93,6 @@ def test_help_of_an_unknown_name_names_the_nearest() -> None:
         ("stage", "ppo", "stage ppo: not in this version"),
         ("finetuning_type", "lora", "lora: not in this version"),
         ("finetuning_type", "freeze", "freeze: not in this version"),
-        ("packing", True, "packing is not in this version"),
         ("cp_comm_type", "p2p", "not in this version"),
         ("expert_model_parallel_size", 4, "expert parallelism is not in this version"),
         ("num_layers_in_first_pipeline_stage", 2, "write pipeline_model_parallel_layout"),
@@ -148,7 +147,7 @@ def test_values_that_mean_off_are_accepted() -> None:
 def test_a_number_is_no_switch() -> None:
     """1 equals True in Python, but a switch that is refused at true says nothing about the number 1, nor 0 about false."""
     assert len(errors({**SFT, "context_parallel_size": True})) == 1
-    assert len(errors({**SFT, "packing": 1})) == 1
+    assert len(errors({**SFT, "streaming": 1})) == 1
 
 
 def test_reward_names_are_those_that_exist() -> None:

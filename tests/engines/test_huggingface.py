@@ -60,6 +60,28 @@ def test_gradients_do_not_depend_on_micro_batches_or_kernels(micro_batch: int, a
     check_gradients(ours["gradients"], theirs["gradients"])
 
 
+@pytest.mark.parametrize("settings", [{"micro_batch": 3}, {"max_tokens_per_microbatch": 20}, {"micro_batch": 8, "attention": "eager"}])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_packed_rows_give_the_gradients_of_single_ones(family: str, settings: dict[str, Any], models: dict[str, Path]) -> None:
+    ours = hf_gradients_on_rank(models[family], {"packing": True, **settings}, random_batch())
+    theirs = hf_reference(make_model(family), random_batch())
+    assert abs(ours["loss"] - theirs["loss"]) < TOLERANCE
+    torch.testing.assert_close(ours["logp_BT"], theirs["logp_BT"], rtol=0, atol=TOLERANCE)
+    check_gradients(ours["gradients"], theirs["gradients"])
+
+
+def test_a_model_that_would_mix_packed_rows_is_refused(tmp_path: Path) -> None:
+    """Bloom has no position ids to tell it where a row begins."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from rlmca.transfer.hf_folder import HFFolderError
+
+    BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)).save_pretrained(tmp_path)
+    assert make_hf_engine(tmp_path) is not None
+    with pytest.raises(HFFolderError, match="packing: BloomForCausalLM lets the rows of a packed micro-batch see each other"):
+        make_hf_engine(tmp_path, packing=True)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_number(use_reentrant: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP

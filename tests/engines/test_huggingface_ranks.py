@@ -45,8 +45,10 @@ def one_rank_has_targets() -> Batch:
         ({"dp": 2, "micro_batch": 2, "gradient_checkpointing": True}, random_batch(rows=7)),
         ({"dp": 3, "micro_batch": 1}, random_batch(rows=7)),
         ({"dp": 3, "micro_batch": 2, "find_unused_parameters": True, "bucket_cap_mb": 1}, random_batch(rows=8)),
+        ({"dp": 2, "packing": True, "max_tokens_per_microbatch": 20}, random_batch(rows=7)),
+        ({"dp": 3, "max_tokens_per_microbatch": 26}, random_batch(rows=7)),
     ],
-    ids=["dp2", "dp2_uneven", "dp2_empty_share", "dp2_reentrant", "dp2_checkpointing", "dp3", "dp3_options"],
+    ids=["dp2", "dp2_uneven", "dp2_empty_share", "dp2_reentrant", "dp2_checkpointing", "dp3", "dp3_options", "dp2_packed", "dp3_tokens"],
 )
 def test_gradients_are_those_of_the_whole_batch(settings: dict[str, Any], batch: Batch, folder: Path) -> None:
     ranks = rank_pool(settings["dp"]).run(hf_gradients_on_rank, folder, settings, batch)

@@ -25,6 +25,8 @@ class Layout:
     vpp: int = 1
     sp: bool = False
     micro_batch: int = 2
+    packing: bool = False
+    max_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     data_parallel: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +66,8 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
         pipeline=PipelineOptions(**layout.pipeline),
         micro_batch_size=layout.micro_batch,
         eval_batch_size=3,
+        packing=layout.packing,
+        max_tokens_per_microbatch=layout.max_tokens,
     )
     model_layout = ModelLayout(json.loads((folder / "config.json").read_text()), spec="local")
     return MegatronEngine(model_layout, parallel, options, folder=None if fresh else folder, trainable=trainable)
@@ -74,17 +78,16 @@ def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, A
     from rlmca.algorithms.losses import SftLoss
     from rlmca.engines.microbatch import micro_batches
     from rlmca.engines.step import global_counts, reduce_metrics
-    from rlmca.parallel.groups import share
     from rlmca.transfer.stream import hf_tensors
     from rlmca.workers import SpmdGroup
 
     engine = make_engine(folder, layout)
     parallel = engine.parallel
     logp_BT = SpmdGroup(engine, parallel).log_probs(batch).logp_BT
-    own = batch.rows(share(range(len(batch)), parallel.dp_rank, parallel.dp_size))
+    own = batch.rows(engine.shares(batch)[parallel.dp_rank])
     loss = SftLoss()
     counts = global_counts(own, loss, parallel)
-    pieces = micro_batches(own, layout.micro_batch, parallel, sequence_parallel=layout.sp)
+    pieces = micro_batches(own, engine.cutting(layout.micro_batch), parallel)
     value = reduce_metrics(engine.compute_gradients(pieces, loss, counts), parallel)["loss"]
     _gather_sharded_gradients(engine)
     weights = engine.weights().with_params({name: p.main_grad for name, p in engine.named_parameters()})

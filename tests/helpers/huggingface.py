@@ -28,14 +28,13 @@ def hf_gradients_on_rank(folder: Path, settings: dict[str, Any], batch: Batch) -
     from rlmca.algorithms.losses import SftLoss
     from rlmca.engines.microbatch import micro_batches
     from rlmca.engines.step import global_counts, reduce_metrics
-    from rlmca.parallel.groups import share
     from rlmca.workers import SpmdGroup
 
     engine = make_hf_engine(folder, **settings)
     parallel = engine.parallel
     out = SpmdGroup(engine, parallel).log_probs(batch, entropy=True)
-    own = batch.rows(share(range(len(batch)), parallel.dp_rank, parallel.dp_size))
-    pieces = micro_batches(own, engine.options.micro_batch_size, parallel, sequence_parallel=False)
+    own = batch.rows(engine.shares(batch)[parallel.dp_rank])
+    pieces = micro_batches(own, engine.cutting(engine.options.micro_batch_size), parallel)
     loss = SftLoss()
     value = reduce_metrics(engine.compute_gradients(pieces, loss, global_counts(own, loss, parallel)), parallel)["loss"]
     gradients = {name: p.grad.clone() for name, p in engine.module.named_parameters()}

@@ -36,7 +36,7 @@ def test_bf16_gradients_of_micro_batches_are_added_in_fp32(overlap: bool, tmp_pa
     many = one.rows([0, 1] * 16)
     for batch in (one, many):
         counts = global_counts(batch, loss, engine.parallel)
-        pieces = micro_batches(batch, 2, engine.parallel, sequence_parallel=False)
+        pieces = micro_batches(batch, engine.cutting(2), engine.parallel)
         engine.compute_gradients(pieces, loss, counts)
         found.append(engine.chunks[0].output_layer.weight.main_grad.clone())
         assert engine.chunks[0].output_layer.weight.grad is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmca.parallel import groups, megatron, platform
+from rlmca.parallel import megatron, platform
 from tests.helpers.models import FAMILIES, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -47,13 +47,6 @@ def test_constructors_named_cuda_land_on_the_device_of_the_platform() -> None:
     assert torch.zeros(2, device="cuda").device.type == platform.device().type
     with torch.device("meta"):
         assert torch.empty(2).device.type == "meta"
-
-
-def test_share_deals_every_row_once_and_refuses_too_few() -> None:
-    parts = [groups.share(range(7), rank, 3) for rank in range(3)]
-    assert sorted(sum(parts, [])) == list(range(7)) and [len(p) for p in parts] == [3, 2, 2]
-    with pytest.raises(ValueError, match="2 rows cannot be shared by 3"):
-        groups.share(range(2), 0, 3)
 
 
 def test_a_world_that_does_not_fit_is_an_error_with_the_numbers() -> None:

@@ -59,8 +59,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "cp2": (2, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
-    "dp2": (2, {"per_device_train_batch_size": 3}),
+    "cp2_packed": (2, {"context_parallel_size": 2, "cp_comm_type": "a2a", "packing": True}),
+    "dp2_packed": (2, {"packing": True, "max_tokens_per_microbatch": 200}),
 }
 
 

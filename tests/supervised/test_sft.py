@@ -74,7 +74,7 @@ def test_the_exported_folder_is_what_was_evaluated(project: Path, whole: Path) -
         (2, {"pipeline_model_parallel_size": 2}),
         (2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|L"}),
         (2, {"context_parallel_size": 2}),
-        (2, {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 3}),
+        (2, {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 3, "max_tokens_per_microbatch": 72}),
         (1, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1}),
     ],
     ids=["tp2_sp", "pp2", "pp2_head_alone", "cp2", "dp2", "one_microbatch"],
@@ -88,6 +88,25 @@ def test_layouts_and_splits_give_the_same_run(processes: int, changes: dict, pro
     for mine, expected in zip(log_lines(output, "eval_loss"), log_lines(whole, "eval_loss"), strict=True):
         assert abs(mine["eval_loss"] - expected["eval_loss"]) < 1e-5
         assert mine["total_tokens"] == expected["total_tokens"]
+
+
+def test_packed_rows_give_the_same_run_on_every_layout_and_engine(project: Path, tmp_path: Path) -> None:
+    """Packs are made from the data alone; how many rows a step has is what a plain count of the packs says."""
+    packed = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    outputs = {}
+    for name, engine, processes, more in (
+        ("one", "1", 1, {}),
+        ("tp2_sp", "1", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "max_tokens_per_microbatch": 80}),
+        ("huggingface_dp2", "0", 2, {"gradient_accumulation_steps": 1}),
+    ):
+        outputs[name] = tmp_path / name
+        text = run("train", sft_options(project, outputs[name], **{**packed, **more}), NPROC_PER_NODE=str(processes), USE_MCA=engine)
+        assert "packs of 64 tokens" in text
+    expected = log_lines(outputs["one"])
+    assert expected[-1]["total_tokens"] > 4 * 2 * 40, "packs hold several rows"
+    for name in outputs:
+        for mine, other in zip(log_lines(outputs[name]), expected, strict=True):
+            assert abs(mine["loss"] - other["loss"]) < 1e-5 and mine["total_tokens"] == other["total_tokens"], name
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -96,7 +96,7 @@ OTHER_BACKENDS: Mapping[str, Foreign] = {
     ),
     **refuse("use_hyper_parallel hyper_parallel_args hyper_parallel_cp_size", "HyperParallel is not one of the engines", "", 1),
     **refuse("use_megatron_bridge megatron_bridge_args", "weights are mapped by the program's own layouts", "set USE_MCA=1"),
-    **refuse("use_packed_sequences", f"packing is {_LATER}"),
+    **refuse("use_packed_sequences", "has another name here", "write packing"),
     **refuse("mixed_precision", "precision has one key", "write bf16: true, or leave it out for float32"),
     **refuse(
         "megatron_pretrained_checkpoint",
@@ -108,7 +108,6 @@ OTHER_BACKENDS: Mapping[str, Foreign] = {
 }
 DATA: Mapping[str, Foreign] = {
     **refuse("streaming", f"streamed data sets are {_LATER}", "write max_samples to read less"),
-    **refuse("packing neat_packing", f"packing is {_LATER}"),
     **refuse("mix_strategy", f"interleaving is {_LATER}", "write concat", "concat"),
     **refuse("interleave_probs", f"interleaving is {_LATER}"),
     **refuse("tool_format", f"tool calls are {_LATER}"),

@@ -18,8 +18,7 @@ MEGATRON: Mapping[str, Foreign] = {
         "write pipeline_model_parallel_layout",
     ),
     **refuse("variable_seq_lengths", f"micro-batches of different widths are {_LATER}", "leave it out"),
-    **refuse("max_tokens_per_microbatch", f"micro-batches by token count are {_LATER}", "write per_device_train_batch_size"),
-    **refuse("sequence_packing", f"packing is {_LATER}"),
+    **refuse("sequence_packing", "has another name here", "write packing"),
     **refuse("apply_rope_fusion", f"the fused RoPE kernel is {_LATER}", "leave it out: the result is the same"),
     **no_effect("cross_entropy_loss_fusion", "the loss is made from the program's own vocabulary-parallel log-probabilities"),
     **refuse(

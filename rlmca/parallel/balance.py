@@ -1,0 +1,68 @@
+"""Load balance: what a sequence costs, and how sequences are dealt out so that bins cost alike."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """Work of a sequence of n tokens, in the work that the weights of a layer do on one token: n + quadratic n^2.
+
+    The square is causal attention. Of one layer and token, weights cost 2 P multiply-adds' operations (P: parameters of
+    the layer that a token goes through), attention over n/2 earlier tokens on average 2 Q n (scores and values; Q:
+    query heads x head size): quadratic = Q / P (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
+    on GPU Clusters", appendix: the same counts).
+    """
+
+    quadratic: float = 0.0
+
+    def __call__(self, tokens: int) -> float:
+        return tokens + self.quadratic * tokens**2
+
+
+def row_cost(hf_config: Mapping[str, Any]) -> RowCost:
+    """Costs for a model with this config.json; a field that it lacks is taken as most models have it."""
+    hidden = int(hf_config.get("hidden_size") or 1024)
+    heads = int(hf_config.get("num_attention_heads") or max(1, hidden // 128))
+    head_size = int(hf_config.get("head_dim") or hidden // heads)
+    groups = int(hf_config.get("num_key_value_heads") or heads)
+    ffn = int(hf_config.get("intermediate_size") or 4 * hidden)
+    query = heads * head_size
+    return RowCost(query / (2 * hidden * query + 2 * hidden * groups * head_size + 3 * hidden * ffn))
+
+
+def partition(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Numbers of the items in each of `bins` bins of about equal cost, ascending in every bin.
+
+    Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the dearest item first, each into the cheapest bin; at
+    most 4/3 of the best possible. No bin stays empty while there are as many items (of positive cost) as bins.
+    """
+    result: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0.0, number) for number in range(bins)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, number = heapq.heappop(heap)
+        result[number].append(item)
+        heapq.heappush(heap, (load + costs[item], number))
+    return [sorted(items) for items in result]
+
+
+def fitting_partition(costs: Sequence[float], sizes: Sequence[int], capacity: int, *, at_least: int = 1) -> list[list[int]]:
+    """The same with as few bins, but `at_least` so many, as keep every bin's summed size within `capacity`.
+
+    An item larger than that gets a bin for itself. More bins than items leaves the last ones empty.
+    """
+    large = [i for i, size in enumerate(sizes) if size > capacity]
+    small = [i for i, size in enumerate(sizes) if size <= capacity]
+    least = max(-(-sum(sizes[i] for i in small) // capacity), at_least - len(large))
+    for bins in range(least, len(small) + 1):
+        parts = [[small[i] for i in part] for part in partition([costs[i] for i in small], bins)]
+        if all(sum(sizes[i] for i in part) <= capacity for part in parts):
+            break
+    else:
+        parts = [[i] for i in small]
+    parts += [[i] for i in large]
+    return parts + [[] for _ in range(at_least - len(parts))]
