@@ -8,8 +8,9 @@ from rlmca.algorithms.contract import Counts, Loss, Metrics, TokenOutputs
 from rlmca.algorithms.kl import KlKind, kl
 from rlmca.algorithms.losses import PolicyKind, PolicyLoss, PolicyOptions, SftLoss, policy_loss
 from rlmca.algorithms.replies import finish_of, reply_lengths, reply_mask
+from rlmca.algorithms.whitening import whiten
 
 __all__ = [
     "AdvantageStd", "Counts", "KlKind", "Loss", "LossAgg", "Metrics", "PolicyKind", "PolicyLoss", "PolicyOptions", "SftLoss",
-    "TokenOutputs", "assign_advantages", "finish_of", "group_advantages", "kl", "policy_loss", "reply_lengths", "reply_mask",
+    "TokenOutputs", "assign_advantages", "finish_of", "group_advantages", "kl", "policy_loss", "reply_lengths", "reply_mask", "whiten",
 ]  # fmt: skip
