@@ -37,6 +37,17 @@ class Engine(Protocol):
         """The live weights, to be read as Hugging Face tensors."""
         ...
 
+    def offload(self) -> int:
+        """Move weights, optimizer state and gradients out of the device's memory; bytes freed on this rank.
+
+        Until `onload` every other method raises RuntimeError. Without effect when it is done already.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved, bit by bit; without effect otherwise."""
+        ...
+
     def save(self, path: Path) -> None:
         """Write weights and, unless the engine was told to leave it out, optimizer state into the folder `path`."""
         ...

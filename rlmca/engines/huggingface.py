@@ -22,6 +22,7 @@ from rlmca.engines.huggingface_forward import TokenLogProbs
 from rlmca.engines.huggingface_model import build_module
 from rlmca.engines.huggingface_optimizer import build_optimizer, guarded_step
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
+from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.options import HuggingFaceOptions
 from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, token_outputs
 from rlmca.parallel.balance import row_cost
@@ -53,6 +54,7 @@ class HuggingFaceEngine:
             )
         self.model: Any = self._plain
         self.optimizer: torch.optim.AdamW | None = None
+        self._offload = Offload()
         if not trainable:
             self.module.requires_grad_(False)
             return
@@ -108,6 +110,7 @@ class HuggingFaceEngine:
         """One optimizer step; see `Engine.train_batch`."""
         if self.optimizer is None:
             raise ValueError("a frozen engine cannot be trained")
+        self._offload.check()
         counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
             return dict(NOTHING_LIVE)
@@ -140,6 +143,7 @@ class HuggingFaceEngine:
     @torch.no_grad()
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
         """See `Engine.log_probs`."""
+        self._offload.check()
         self.model.eval()
         pieces = micro_batches(batch, self.cutting(self.options.eval_batch_size), self.parallel)
         found = [self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders) for piece in pieces]
@@ -150,7 +154,20 @@ class HuggingFaceEngine:
 
     def weights(self) -> ModuleWeights:
         """See `Engine.weights`."""
+        self._offload.check()
         return ModuleWeights(self.module, self._hf_config, dist.group.WORLD if self.parallel.world_size > 1 else None)
+
+    def offload(self) -> int:
+        """See `Engine.offload`."""
+        if self._offload.active:
+            return 0
+        keep = [*self.module.parameters(), *self.module.buffers()]
+        keep += [] if self.optimizer is None else optimizer_tensors(self.optimizer)
+        return self._offload.out(keep, [p.grad for p in self.module.parameters() if p.grad is not None])
+
+    def onload(self) -> None:
+        """See `Engine.onload`."""
+        self._offload.back()
 
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
@@ -158,4 +175,5 @@ class HuggingFaceEngine:
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
+        self._offload.check()
         load_state(path, self.module, self.optimizer, self.parallel)

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.engines.checkpoint import load_state, save_state
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
+from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
 from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, token_outputs
@@ -57,6 +58,7 @@ class MegatronEngine:
         self.optimizer: Any = None
         self._weights: LiveWeights | None = None
         self._gather_pending = False
+        self._offload = Offload()
         if trainable:
             self.models = [wrap_data_parallel(chunk, options.data_parallel, first=k == 0) for k, chunk in enumerate(self.chunks)]
             if folder is None:
@@ -93,6 +95,7 @@ class MegatronEngine:
 
     def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
         """One optimizer step; see `Engine.train_batch`."""
+        self._offload.check()
         counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
             return dict(NOTHING_LIVE)
@@ -181,6 +184,7 @@ class MegatronEngine:
 
     def _gather_weights(self) -> None:
         """With overlapped parameter gathering the last step's weights arrive during the next forward: fetch them now."""
+        self._offload.check()
         if self._gather_pending:
             for model in self.models:
                 model.start_param_sync(force_sync=True)
@@ -200,6 +204,21 @@ class MegatronEngine:
             )
         return self._weights
 
+    def offload(self) -> int:
+        """See `Engine.offload`."""
+        if self._offload.active:
+            return 0
+        self._gather_weights()
+        parts = getattr(self.optimizer, "chained_optimizers", [] if self.optimizer is None else [self.optimizer])
+        keep = [tensor for chunk in self.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        keep += [tensor for part in parts if part.optimizer is not None for tensor in optimizer_tensors(part.optimizer)]
+        gradients = [buffer.grad_data for model in self.models if self.optimizer is not None for buffer in model.buffers]
+        return self._offload.out(keep, gradients)
+
+    def onload(self) -> None:
+        """See `Engine.onload`."""
+        self._offload.back()
+
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
         self._gather_weights()
@@ -207,5 +226,6 @@ class MegatronEngine:
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
+        self._offload.check()
         load_state(path, self.chunks, self.optimizer, self.parallel)
         self._gather_pending = False  # what the last step left to be gathered is overwritten
