@@ -49,7 +49,7 @@ def head_log_probs(
     kind = hidden_NH.device.type
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
     tiles = tiles or default_tiles(hidden_NH.device)
-    passes = choose_passes(hidden_NH.shape[0] * weight_VH.shape[0], tiles.compile_from)
+    passes = choose_passes(hidden_NH.device, hidden_NH.shape[0] * weight_VH.shape[0], tiles.compile_from)
     with torch.autocast(kind, enabled=False):
         head = Head(vocab_size, temperature, group, entropy, tiles, passes, compute)
         return _HeadLogProbs.apply(hidden_NH, weight_VH, target_N, head)

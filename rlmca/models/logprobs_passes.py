@@ -1,4 +1,4 @@
-"""The elementwise work on a tile of logits, forward and backward: plain torch, and the same compiled into one loop each.
+"""The elementwise work on a tile of logits, forward and backward: plain torch, the same compiled into one loop each, Triton.
 
 Shape legend: R rows (tokens) and C columns (vocabulary entries) of a tile.
 """
@@ -6,9 +6,14 @@ Shape legend: R rows (tokens) and C columns (vocabulary entries) of a tile.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +145,41 @@ def compiled_passes() -> Passes:
     return Passes(_Compiled(statistics, plain_statistics), _Compiled(gradient, plain_gradient))
 
 
-def choose_passes(elements: int, compile_from: int | None) -> Passes:
-    """Compiled passes for problems of at least `compile_from` logits (None: never), since compiling takes seconds."""
+# ---- Triton
+
+
+@functools.cache
+def triton_passes() -> Passes | None:
+    """Both passes as Triton kernels, None where Triton cannot make kernels; looked up once in a process.
+
+    What makes an installed Triton fail is not hidden: it would be the wrong kernels, or none, for a whole run.
+    """
+    missing = _missing_for_triton()
+    if missing is not None:
+        logger.info("log-probs go on without Triton: no %s", missing)
+        return None
+    from rlmca.models.logprobs_triton import TRITON  # imports triton, which not everybody has
+
+    return TRITON
+
+
+def _missing_for_triton() -> str | None:
+    """What Triton lacks here. It builds the part that starts its kernels with a C compiler, against Python's headers."""
+    if importlib.util.find_spec("triton") is None:
+        return "package triton in this environment"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "C compiler found (gcc, clang or what the variable CC names)"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))
+    return None if (headers / "Python.h").exists() else f"Python.h in {headers} (a package such as python3-dev has it)"
+
+
+def choose_passes(device: torch.device, elements: int, compile_from: int | None) -> Passes:
+    """On CUDA Triton's kernels where there are any, for every size: they take a second to build, once, and a disk keeps them.
+
+    Else compiled passes for problems of at least `compile_from` logits (None: never), since compiling takes many seconds,
+    and that again in every process.
+    """
+    found = triton_passes() if device.type == "cuda" else None
+    if found is not None:
+        return found
     return compiled_passes() if compile_from is not None and elements >= compile_from else PLAIN

@@ -25,7 +25,10 @@ class Tiles:
     columns: int
     """Most vocabulary entries of a tile."""
     compile_from: int | None = 2**26
-    """Logits (tokens times vocabulary of this rank) of a call from which on the elementwise passes are compiled; None: never."""
+    """Logits (tokens times vocabulary of this rank) of a call from which on the elementwise passes are compiled; None: never.
+
+    Without effect on CUDA where Triton makes kernels: they are taken for every size.
+    """
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.columns < 1:

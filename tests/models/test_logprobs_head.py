@@ -303,5 +303,6 @@ def test_without_a_compiler_the_plain_passes_take_over_once(when: str, monkeypat
 
 
 def test_small_problems_are_not_compiled() -> None:
-    assert logprobs_passes.choose_passes(100, 101) is logprobs_passes.PLAIN is logprobs_passes.choose_passes(10**12, None)
-    assert logprobs_passes.choose_passes(101, 101) is logprobs_passes.compiled_passes()
+    cpu = torch.device("cpu")
+    assert logprobs_passes.choose_passes(cpu, 100, 101) is logprobs_passes.PLAIN is logprobs_passes.choose_passes(cpu, 10**12, None)
+    assert logprobs_passes.choose_passes(cpu, 101, 101) is logprobs_passes.compiled_passes()
