@@ -1,6 +1,7 @@
 # make demo       the whole way on a tiny model: SFT, GRPO, evaluation (SEED=0, 1, ... chooses the seed)
 #                 ROLLOUT=sglang: replies come from an SGLang server, on a CPU too;  TP=2: tensor-parallel training
 # make test       the tests;  make test-all  with whole sweeps
+# make gpu-check  one CUDA GPU against the CPU (PYTHON names an environment whose torch sees the GPU)
 # make lint       ruff, mypy, import-linter
 # make venv       only the environments: .venv (training) and .venv-sglang (servers that write replies)
 # make clean      removes them and everything that was made
@@ -26,7 +27,7 @@ SGLANG_KEY := $(shell { cat requirements/sglang-cpu.txt requirements/sglang-cpu-
 SGLANG_READY := $(SGLANG)/.ready-$(SGLANG_KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint clean
+.PHONY: help venv demo test test-all lint gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -77,6 +78,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Not in .venv: its torch is the CPU build.
+gpu-check:
+	$(PYTHON) tools/gpu_check.py
 
 clean:
 	rm -rf $(VENV) $(SGLANG) outputs build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.*
