@@ -20,11 +20,12 @@ TOGETHER = [-0.7808, -0.6430, -0.5053, -0.3675, 0.4593, 1.8373]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_reference_values(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("kind", ["unbiased", "biased"])
+def test_reference_values(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     mask = torch.tensor(VECTORS["mask"]).bool()
     values = torch.tensor(VECTORS["values"], dtype=dtype).masked_fill(~mask, float("nan"))
-    expected = torch.tensor(VECTORS["unbiased_eps1e8"], dtype=dtype).masked_fill(~mask, 0.0)
-    torch.testing.assert_close(whiten(values, mask), expected, rtol=0, atol=tolerance)
+    expected = torch.tensor(VECTORS[f"{kind}_eps1e8"], dtype=dtype).masked_fill(~mask, 0.0)
+    torch.testing.assert_close(whiten(values, mask, unbiased=kind == "unbiased"), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -59,7 +60,7 @@ def whiten_on_rank(shares: list[list[float]]) -> tuple[Tensor, float]:
 
     own = torch.tensor([shares[rank]]).reshape(1, -1)
     start = time.monotonic()
-    return whiten(own, torch.ones_like(own, dtype=torch.bool), total), time.monotonic() - start
+    return whiten(own, torch.ones_like(own, dtype=torch.bool), reduce=total), time.monotonic() - start
 
 
 ALL = [1.0, 2.0, 3.0, 4.0, 10.0, 20.0]
