@@ -57,6 +57,7 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     from rlmca.models.build import BuildOptions, DataParallelOptions
     from rlmca.parallel import megatron
 
+    _forget_last_engine()
     world = layout.world
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
     parallel = megatron.start(tp=layout.tp, pp=layout.pp, cp=layout.cp, vpp=layout.vpp, rank=rank, world_size=world, seed=7)
@@ -73,26 +74,45 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     return MegatronEngine(model_layout, parallel, options, folder=None if fresh else folder, trainable=trainable)
 
 
+def _forget_last_engine() -> None:
+    """Let go of an engine that is no longer used, and of the process groups it keeps.
+
+    Megatron caches rotary angles by module, and a model is full of cycles: groups of earlier layouts would live on, each with
+    threads that poll. After ten layouts the threads of a few pools leave a machine of two cores no time for anything else.
+    """
+    import gc
+
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    RotaryEmbedding.forward.cache_clear()
+    gc.collect()
+
+
 def gradients_on_rank(folder: Path, layout: Layout, batch: Batch) -> dict[str, Any] | None:
     """Loss, gradients under HF names and log-probs of the whole batch; rank 0 answers."""
     from rlmca.algorithms.losses import SftLoss
-    from rlmca.engines.microbatch import micro_batches
-    from rlmca.engines.step import global_counts, reduce_metrics
-    from rlmca.transfer.stream import hf_tensors
     from rlmca.workers import SpmdGroup
 
     engine = make_engine(folder, layout)
+    logp_BT = SpmdGroup(engine, engine.parallel).log_probs(batch).logp_BT
+    value, gradients = loss_and_gradients(engine, batch, SftLoss())
+    return {"loss": value, "gradients": gradients, "logp_BT": logp_BT} if engine.parallel.rank == 0 else None
+
+
+def loss_and_gradients(engine: Any, batch: Batch, loss: Any) -> tuple[float, dict[str, Tensor]]:
+    """(loss of the whole batch, its gradients under HF names; those on rank 0 alone). Collective."""
+    from rlmca.engines.microbatch import micro_batches
+    from rlmca.engines.step import global_counts, reduce_metrics
+    from rlmca.transfer.stream import hf_tensors
+
     parallel = engine.parallel
-    logp_BT = SpmdGroup(engine, parallel).log_probs(batch).logp_BT
     own = batch.rows(engine.shares(batch)[parallel.dp_rank])
-    loss = SftLoss()
     counts = global_counts(own, loss, parallel)
-    pieces = micro_batches(own, engine.cutting(layout.micro_batch), parallel)
+    pieces = micro_batches(own, engine.cutting(engine.options.micro_batch_size), parallel)
     value = reduce_metrics(engine.compute_gradients(pieces, loss, counts), parallel)["loss"]
     _gather_sharded_gradients(engine)
     weights = engine.weights().with_params({name: p.main_grad for name, p in engine.named_parameters()})
-    gradients = {name: tensor.clone() for name, tensor in hf_tensors(weights)}
-    return {"loss": value, "gradients": gradients, "logp_BT": logp_BT} if parallel.rank == 0 else None
+    return value, {name: tensor.clone() for name, tensor in hf_tensors(weights)}
 
 
 def _gather_sharded_gradients(engine: Any) -> None:
