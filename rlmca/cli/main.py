@@ -116,7 +116,7 @@ def _train(cfg: RunConfig, options: argparse.Namespace, overrides: Sequence[str]
     if options.dry_run:
         from rlmca.planner import dry_run
 
-        dry_run(cfg, options.gpus or launch.world_sizes[0])
+        dry_run(cfg, options.gpus or launch.world_sizes[0], here=options.gpus is None)
         return 0
     if cfg.env.is_main:
         from rlmca.planner import preflight_errors

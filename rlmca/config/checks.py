@@ -269,6 +269,12 @@ def _megatron(cfg: RunConfig) -> Iterator[Finding]:
             ("overlap_param_gather", "use_distributed_optimizer", "overlap_grad_reduce"),
             "overlap_param_gather: true needs use_distributed_optimizer: true and overlap_grad_reduce: true",
         )
+    if not m.masked_softmax_fusion and m.transformer_impl == "transformer_engine":
+        yield (
+            ("masked_softmax_fusion", "transformer_impl"),
+            "masked_softmax_fusion: false is for torch's attention, and Transformer Engine's is always fused; "
+            "write transformer_impl: local, or leave masked_softmax_fusion out",
+        )
     how = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     if m.recompute_granularity == "full":
         if m.recompute_method is None or m.recompute_num_layers is None:
@@ -278,6 +284,8 @@ def _megatron(cfg: RunConfig) -> Iterator[Finding]:
     elif m.recompute_granularity == "selective":
         if m.recompute_method is not None or m.recompute_num_layers is not None:
             yield how, "recompute_granularity: selective takes recompute_modules, not recompute_method or recompute_num_layers"
+        if m.recompute_modules == []:
+            yield how, "recompute_modules is empty, so nothing is recomputed; name a part, or leave it out for core_attn"
     else:
         named = [k for k in how[1:] if getattr(m, k) is not None]
         if named:

@@ -40,7 +40,9 @@ class MegatronConfig:
     recompute_method: str | None = option(
         None, "How full recompute picks layers; uniform, layer by layer, when only the granularity is set.", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = option(None, "Layers of one recompute unit (uniform) or recomputed per stage (block).", at_least=1)
+    recompute_num_layers: int | None = option(
+        None, "Layers of one recompute unit (uniform), or recomputed in each chunk of a stage (block).", at_least=1
+    )
     recompute_modules: list[str] | None = option(
         None,
         "Parts that selective recompute recomputes; core_attn when not set.",
@@ -50,6 +52,14 @@ class MegatronConfig:
         },
     )
     bias_activation_fusion: bool = option(False, "Fuse bias and activation of the MLP.")
+    bias_dropout_fusion: bool = option(False, "Fuse bias, dropout and the residual sum after attention and MLP.")
+    masked_softmax_fusion: bool = option(
+        True, "Attention in one fused kernel; false: torch's plain products with a whole matrix of scores, not with Transformer Engine."
+    )
+    apply_rope_fusion: bool = option(False, "Rotary embeddings by Transformer Engine's fused kernel; needs CUDA.")
+    cross_entropy_loss_fusion: bool = option(
+        True, "Log-probs from hidden states a tile of logits at a time; false: all logits of a micro-batch's targets are made."
+    )
     transformer_impl: str = option(
         "auto", "Layer kernels. auto: Transformer Engine when present, else torch.", choices=("auto", "local", "transformer_engine")
     )
@@ -61,6 +71,5 @@ class MegatronConfig:
     )
     additional_configs: dict[str, Any] = option(
         {},
-        "TransformerConfig fields by Megatron's names: attention_dropout, hidden_dropout, bias_dropout_fusion, masked_softmax_fusion, "
-        "embedding_init_method_std.",
+        "TransformerConfig fields by Megatron's names: attention_dropout, hidden_dropout, embedding_init_method_std.",
     )

@@ -55,7 +55,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "skip-tokenizer-init": "the servers read and write token ids only",
     "host": "servers listen on 127.0.0.1",
     "port": "a free port is taken",
-    "dtype": "it follows from bf16",
+    "dtype": "it follows from bf16 and fp16",
     "device": "it follows from use_cpu and the machine",
     "random-seed": "write seed",
     "tp": "write sglang: {tp: ...}",

@@ -25,7 +25,8 @@ class Engine(Protocol):
         """One optimizer step on the batch of all ranks together.
 
         Returns the loss's metrics, `loss`, `grad_norm` (before clipping), and `skipped` (1.0 when no target was
-        live or a number was not finite: weights and optimizer state are then untouched).
+        live or a number was not finite: weights and optimizer state are then untouched). In float16 also `loss_scale`, the
+        factor of this step, and `overflow` (1.0 when the step was skipped because it was too large).
         """
         ...
 

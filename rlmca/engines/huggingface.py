@@ -21,10 +21,11 @@ from rlmca.engines.huggingface_checkpoint import load_state, save_state
 from rlmca.engines.huggingface_forward import TokenLogProbs
 from rlmca.engines.huggingface_model import build_module
 from rlmca.engines.huggingface_optimizer import build_optimizer, guarded_step
+from rlmca.engines.loss_scale import LossScaler
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.options import HuggingFaceOptions
-from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, token_outputs
+from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, step_metrics, token_outputs
 from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
@@ -46,7 +47,8 @@ class HuggingFaceEngine:
         self.folder, self.parallel, self.options = folder, parallel, options
         self.module: PreTrainedModel = build_module(folder, options, fresh=fresh)
         self._hf_config = read_hf_config(folder)
-        self._plain = TokenLogProbs(self.module, bf16=options.bf16)
+        half = torch.bfloat16 if options.bf16 else torch.float16 if options.loss_scale else None
+        self._plain = TokenLogProbs(self.module, autocast=half)
         if options.packing and not self._plain.keeps_borders():
             raise HFFolderError(
                 f"packing: {type(self.module).__name__} lets the rows of a packed micro-batch see each other "
@@ -54,6 +56,7 @@ class HuggingFaceEngine:
             )
         self.model: Any = self._plain
         self.optimizer: torch.optim.AdamW | None = None
+        self.scaler: LossScaler | None = None
         self._offload = Offload()
         if not trainable:
             self.module.requires_grad_(False)
@@ -66,6 +69,8 @@ class HuggingFaceEngine:
             self.model = self._data_parallel()
             self._settle_buckets()
         self.optimizer = build_optimizer(self.module, options.optimizer)
+        if options.loss_scale is not None:
+            self.scaler = LossScaler(options.loss_scale, parallel.device)
 
     def _data_parallel(self) -> DistributedDataParallel:
         """torch's DDP around what gives the log-probs; every rank then starts from rank 0's weights."""
@@ -117,11 +122,13 @@ class HuggingFaceEngine:
         pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
         metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
         finite = all(math.isfinite(value) for value in metrics.values())
-        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
-        return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
+        scale = None if self.scaler is None else self.scaler.scale
+        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite, scaler=self.scaler)
+        return {**metrics, **step_metrics(grad_norm, stepped=stepped, finite_loss=finite, loss_scale=scale)}
 
     def compute_gradients(self, pieces: list[MicroBatch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
-        """Forward and backward of all micro-batches; `.grad` of every parameter is then that of the whole batch of all ranks."""
+        """Forward and backward of all micro-batches; `.grad` of every parameter is then that of the whole batch of all ranks (in
+        float16 times the loss scale)."""
         self.model.train()
         self.module.zero_grad(set_to_none=True)
         collected: Collected = []
@@ -135,7 +142,8 @@ class HuggingFaceEngine:
                     value = value + raw_2N.sum()  # no target: keep the graph, the other ranks wait for its gradient
                 collected.append((value.detach().clone(), metrics))
                 # DDP takes the mean over ranks; the loss is normalised by the counts of all of them already
-                (value * self.parallel.dp_size).backward()
+                value = value * self.parallel.dp_size
+                (value if self.scaler is None else self.scaler.scaled(value)).backward()
         return collected
 
     # ---- inference
@@ -171,9 +179,10 @@ class HuggingFaceEngine:
 
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
-        save_state(path, self.weights(), self.optimizer if self.options.save_optimizer else None, self.parallel, self.folder)
+        optimizer, scaler = (self.optimizer, self.scaler) if self.options.save_optimizer else (None, None)
+        save_state(path, self.weights(), optimizer, self.parallel, self.folder, scaler=scaler)
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
         self._offload.check()
-        load_state(path, self.module, self.optimizer, self.parallel)
+        load_state(path, self.module, self.optimizer, self.parallel, scaler=self.scaler)

@@ -1,7 +1,7 @@
 """Weights, optimizer and random states of the Hugging Face engine as files.
 
 The folder is a Hugging Face model (config.json, float32 safetensors, the tokenizer and what else lay beside the source),
-with `optimizer.pt` and one `rng-R.pt` a rank. Ranks hold the same weights and moments: rank 0 writes them.
+with `optimizer.pt`, `scaler.pt` in float16, and one `rng-R.pt` a rank. Ranks hold the same weights and moments: rank 0 writes them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rlmca.engines.huggingface_optimizer import moments, restore_moments
+from rlmca.engines.loss_scale import LossScaler
 from rlmca.parallel import platform
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError, open_hf_folder
@@ -22,10 +23,18 @@ from rlmca.transfer.module import ModuleWeights, copy_to_module
 from rlmca.transfer.side_files import copy_side_files, settle_config
 from rlmca.transfer.stream import agree
 
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER, SCALER = "optimizer.pt", "scaler.pt"
 
 
-def save_state(path: Path, weights: ModuleWeights, optimizer: torch.optim.AdamW | None, parallel: Parallel, source: Path) -> None:
+def save_state(
+    path: Path,
+    weights: ModuleWeights,
+    optimizer: torch.optim.AdamW | None,
+    parallel: Parallel,
+    source: Path,
+    *,
+    scaler: LossScaler | None = None,
+) -> None:
     """Write the state of all ranks into the folder `path`; collective. Side files come from the Hugging Face folder `source`."""
     group = dist.group.WORLD if parallel.world_size > 1 else None
     error: Exception | None = None
@@ -39,6 +48,8 @@ def save_state(path: Path, weights: ModuleWeights, optimizer: torch.optim.AdamW 
             settle_config(path, weights.hf_config, weights.dtype)
             if optimizer is not None:
                 torch.save(moments(optimizer, weights.module), path / OPTIMIZER)
+            if scaler is not None:
+                torch.save(scaler.state_dict(), path / SCALER)
     except Exception as caught:
         error = caught
     agree(group, error)
@@ -46,7 +57,9 @@ def save_state(path: Path, weights: ModuleWeights, optimizer: torch.optim.AdamW 
     parallel.barrier()
 
 
-def load_state(path: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW | None, parallel: Parallel) -> None:
+def load_state(
+    path: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW | None, parallel: Parallel, *, scaler: LossScaler | None = None
+) -> None:
     """Fill module and optimizer from a folder that `save_state` wrote; collective.
 
     A folder of weights alone makes the optimizer begin anew. Random states are restored when ranks in the same layout
@@ -61,6 +74,8 @@ def load_state(path: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW
         stored = path / OPTIMIZER
         state = torch.load(stored, weights_only=True, map_location="cpu", mmap=True) if stored.exists() else {}
         restore_moments(optimizer, module, state)
+    if scaler is not None and (path / SCALER).exists():
+        scaler.load_state_dict(torch.load(path / SCALER, weights_only=True))
     own = path / f"rng-{parallel.rank}.pt"
     rng = torch.load(own, weights_only=True) if own.exists() else {}
     if rng.get("layout") == list(parallel.sizes):

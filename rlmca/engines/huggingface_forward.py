@@ -28,10 +28,11 @@ class TokenLogProbs(nn.Module):
     model returns what it gives, logits are never made, see `head_log_probs`; other models make those of the positions.
     """
 
-    def __init__(self, module: PreTrainedModel, *, bf16: bool) -> None:
+    def __init__(self, module: PreTrainedModel, *, autocast: torch.dtype | None = None) -> None:
+        """`autocast`: the type of matrix products; None: that of the weights."""
         super().__init__()
         self.module = module
-        self._bf16 = bf16
+        self._half = autocast
         self._accepted = _accepted(module)
         self.makes_logits = not self._head_comes_last()
 
@@ -73,7 +74,7 @@ class TokenLogProbs(nn.Module):
         return output if "logits_to_keep" in self._accepted else output[:, position_K]
 
     def _autocast(self, ids_BT: Tensor) -> torch.autocast:
-        return torch.autocast(ids_BT.device.type, dtype=torch.bfloat16, enabled=self._bf16)
+        return torch.autocast(ids_BT.device.type, dtype=self._half or torch.bfloat16, enabled=self._half is not None)
 
     @torch.no_grad()
     def keeps_borders(self) -> bool:
@@ -81,9 +82,10 @@ class TokenLogProbs(nn.Module):
 
         Seen by other tokens in front: what a sequence gives must not change.
         """
-        device, training, bf16 = next(self.module.parameters()).device, self.module.training, self._bf16
+        device, training, half = next(self.module.parameters()).device, self.module.training, self._half
         place_K = torch.arange(4, device=device)
-        self._bf16 = bf16 and "flash" in str(self.module.config._attn_implementation)  # whose kernels know nothing wider
+        if "flash" not in str(self.module.config._attn_implementation):  # whose kernels know nothing wider
+            self._half = None
         self.module.eval()
         try:
             alone = self._output(torch.tensor([[1, 2, 3, 1]], device=device), place_K)
@@ -91,9 +93,9 @@ class TokenLogProbs(nn.Module):
                 self._output(torch.tensor([[*front, 1, 2, 3, 1]], device=device), place_K + 4, (0, 4, 8))
                 for front in ([3, 2, 1, 1], [1, 0, 2, 2])
             ]
-            allowed = (2e-2 if self._bf16 else 1e-4) * float(alone.abs().max())
+            allowed = (2e-2 if self._half else 1e-4) * float(alone.abs().max())
         finally:
-            self._bf16 = bf16
+            self._half = half
             self.module.train(training)
         return all(float((other - alone).abs().max()) <= allowed for other in behind)
 

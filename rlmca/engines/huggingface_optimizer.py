@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from rlmca.engines.loss_scale import LossScaler
 from rlmca.engines.options import OptimizerOptions
 
 State = dict[str, dict[str, Tensor]]
@@ -30,12 +31,18 @@ def build_optimizer(module: nn.Module, options: OptimizerOptions) -> torch.optim
 
 
 @torch.no_grad()
-def guarded_step(optimizer: torch.optim.AdamW, options: OptimizerOptions, learning_rate: float, *, allowed: bool) -> tuple[float, bool]:
+def guarded_step(
+    optimizer: torch.optim.AdamW, options: OptimizerOptions, learning_rate: float, *, allowed: bool, scaler: LossScaler | None = None
+) -> tuple[float, bool]:
     """(gradient norm before clipping, whether weights moved).
 
     A norm that is not finite, or `allowed=False`, leaves weights and optimizer state untouched. Data-parallel ranks hold
-    the same gradients by now, so every rank decides alike.
+    the same gradients by now, so every rank decides alike. With a `scaler` gradients are unscaled first; a step that is not
+    allowed (its loss was not finite before any scaling) says nothing about the scale.
     """
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+        scaler.settle(learn=allowed)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = float(total)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlmca.config import RunConfig
 from rlmca.engines.budget import micro_batch_tokens
+from rlmca.engines.loss_scale import loss_scale_options
 from rlmca.engines.options import HuggingFaceOptions, OptimizerOptions
 
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -21,6 +22,7 @@ def huggingface_options(cfg: RunConfig) -> HuggingFaceOptions:
     own, train = cfg.huggingface, cfg.train
     return HuggingFaceOptions(
         bf16=train.bf16,
+        loss_scale=loss_scale_options(train),
         attention=ATTENTION[cfg.model.flash_attn],
         gradient_checkpointing=own.gradient_checkpointing,
         use_reentrant=own.gradient_checkpointing_kwargs.get("use_reentrant", False),

@@ -23,7 +23,7 @@ from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
-from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, token_outputs
+from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, step_metrics, token_outputs
 from rlmca.layouts import Coord, ModelLayout
 from rlmca.layouts.pipeline import pipeline_topology
 from rlmca.layouts.plan import in_chunk
@@ -64,10 +64,10 @@ class MegatronEngine:
             if folder is None:
                 for model in self.models:
                     model.broadcast_params()  # data-parallel replicas must start from the same draw
-            self.optimizer = build_optimizer(self.models, options.optimizer, options.data_parallel, options.build.dtype)
+            self.optimizer = build_optimizer(self.models, options.optimizer, options.data_parallel, options.build.dtype, options.loss_scale)
             config = self.chunks[0].config
             config.finalize_model_grads_func = finalize_model_grads
-            config.grad_scale_func = None
+            config.grad_scale_func = self.optimizer.scale_loss if options.build.dtype == torch.float16 else None
             if options.data_parallel.overlap_grad_reduce:
                 no_sync = [model.no_sync for model in self.models]
                 config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -102,9 +102,10 @@ class MegatronEngine:
         pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
         metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
         finite = all(math.isfinite(value) for value in metrics.values())
+        scale = float(self.optimizer.get_loss_scale()) if self.options.build.dtype == torch.float16 else None
         grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
         self._gather_pending = stepped and self.options.data_parallel.overlap_param_gather
-        return {**metrics, "grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
+        return {**metrics, **step_metrics(grad_norm, stepped=stepped, finite_loss=finite, loss_scale=scale)}
 
     def compute_gradients(self, pieces: list[MicroBatch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches, gradients reduced over ranks and left in Megatron's buffers."""

@@ -8,6 +8,7 @@ import torch
 
 from rlmca.config import RunConfig, virtual_stages
 from rlmca.engines.budget import micro_batch_tokens
+from rlmca.engines.loss_scale import loss_scale_options
 from rlmca.engines.options import EngineOptions, OptimizerOptions, PipelineOptions
 from rlmca.layouts import Topology
 from rlmca.layouts.pipeline import pipeline_topology
@@ -45,7 +46,7 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
     on_policy = cfg.stage == "grpo"
     return EngineOptions(
         build=BuildOptions(
-            dtype=torch.bfloat16 if train.bf16 else torch.float32,
+            dtype=torch.bfloat16 if train.bf16 else torch.float16 if train.fp16 else torch.float32,
             transformer_impl=megatron.transformer_impl,  # type: ignore[arg-type]
             sequence_parallel=megatron.sequence_parallel,
             context_parallel=megatron.context_parallel_size,
@@ -55,6 +56,10 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
             recompute_num_layers=megatron.recompute_num_layers,
             recompute_modules=megatron.recompute_modules,
             bias_activation_fusion=megatron.bias_activation_fusion,
+            bias_dropout_fusion=megatron.bias_dropout_fusion,
+            masked_softmax_fusion=megatron.masked_softmax_fusion,
+            apply_rope_fusion=megatron.apply_rope_fusion,
+            cross_entropy_loss_fusion=megatron.cross_entropy_loss_fusion,
             additional_configs=dict(megatron.additional_configs or {}),
         ),
         data_parallel=DataParallelOptions(
@@ -70,6 +75,7 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
             adam_epsilon=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
         ),
+        loss_scale=loss_scale_options(train),
         pipeline=pipeline_options(cfg),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if on_policy else train.per_device_eval_batch_size,

@@ -20,6 +20,19 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
+class LossScaleOptions:
+    """How a float16 loss is scaled, in Megatron's terms: by a constant, or by a factor that overflows and their absence move."""
+
+    constant: float | None = None
+    initial: float = 65536.0
+    minimum: float = 1.0
+    window: int = 1000
+    """Steps without an overflow after which the factor doubles."""
+    hysteresis: int = 2
+    """Overflows since it last doubled from which on each one halves it."""
+
+
+@dataclass(frozen=True)
 class PipelineOptions:
     """How layers are dealt out to pipeline chunks; see `layouts.pipeline.chunk_sizes`."""
 
@@ -35,6 +48,8 @@ class EngineOptions:
     build: BuildOptions = field(default_factory=BuildOptions)
     data_parallel: DataParallelOptions = field(default_factory=DataParallelOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    loss_scale: LossScaleOptions | None = None
+    """Of a model in float16; None there: the defaults."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     micro_batch_size: int = 1
     """Rows of one forward and backward."""
@@ -54,6 +69,8 @@ class HuggingFaceOptions:
 
     bf16: bool = False
     """Forward and backward under autocast to bfloat16, weights and optimizer in float32; otherwise float32 throughout."""
+    loss_scale: LossScaleOptions | None = None
+    """Given: under autocast to float16, with a scaled loss."""
     attention: str | None = None
     """Transformers' `attn_implementation`; None: what it takes by itself."""
     gradient_checkpointing: bool = False

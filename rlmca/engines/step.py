@@ -29,6 +29,15 @@ def global_counts(batch: Batch, loss: Loss, parallel: Parallel) -> dict[str, Ten
     return dict(zip(counts, total.unbind(), strict=True))
 
 
+def step_metrics(grad_norm: float, *, stepped: bool, finite_loss: bool, loss_scale: float | None) -> dict[str, float]:
+    """What is said of every step. With a scaled loss also the factor, and whether the step was skipped because gradients
+    overflowed (`overflow`), which lowers the factor, and not because the loss itself was not finite, which does not."""
+    metrics = {"grad_norm": grad_norm, "skipped": 0.0 if stepped else 1.0}
+    if loss_scale is not None:
+        metrics |= {"loss_scale": loss_scale, "overflow": float(finite_loss and not stepped)}
+    return metrics
+
+
 def token_outputs(raw_2N: Tensor, batch: Batch, entropy: bool) -> TokenOutputs:
     """[2, N] of the targets in row-major order -> [B, T], zero elsewhere, differentiable."""
     zeros_BT = raw_2N.new_zeros(batch.mask_BT.shape)

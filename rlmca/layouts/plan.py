@@ -86,6 +86,10 @@ class ModelLayout:
     def check(self, topology: Topology) -> None:
         """Raises LayoutError, with the numbers and what fits, when the model does not split over `topology`."""
         topology.chunk_layers(self.num_layers)
+        self.check_width(topology)
+
+    def check_width(self, topology: Topology) -> None:
+        """Raises LayoutError when a layer's heads or its feed-forward rows do not split over the tensor-parallel ranks."""
         config = self.megatron.config
         sizes = {
             "num_key_value_heads": int(config["num_query_groups"]),
@@ -107,6 +111,22 @@ class ModelLayout:
             raise LayoutError(
                 f"cp_comm_type a2a deals out {heads} attention heads to tensor {topology.tp} x context {cp} = {topology.tp * cp} ranks, "
                 "which does not come out even; write cp_comm_type: all_gather"
+            )
+
+    def check_recompute(self, topology: Topology, method: str, number: int) -> None:
+        """Raises LayoutError when units of `number` layers (uniform) do not fill the chunks, or no chunk has `number` layers (block)."""
+        sizes = sorted({len(chunk) for chunk in topology.chunk_layers(self.num_layers)} - {0}, reverse=True)
+        held = " and ".join(str(size) for size in sizes)
+        if method == "uniform" and any(size % number for size in sizes):
+            fits = [n for n in range(1, sizes[-1] + 1) if not any(size % n for size in sizes)]
+            raise LayoutError(
+                f"recompute_num_layers is {number} with recompute_method uniform, but a chunk of the pipeline holds {held} layers, "
+                f"which units of {number} do not fill; use one of {fits}"
+            )
+        if method == "block" and number > sizes[0]:
+            raise LayoutError(
+                f"recompute_num_layers is {number} with recompute_method block, but a chunk of the pipeline holds {held} layers; "
+                f"{sizes[0]} recomputes all of them"
             )
 
     def rank_plan(self, topology: Topology, coord: Coord) -> dict[str, ParamPlan]:

@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlmca.models.context import Borders, heads_to_tokens, held_places, natural_order, tokens_to_heads
 
@@ -153,7 +154,7 @@ class TorchCoreAttention(MegatronModule):
         # Tensor ranks hold different heads, so they must drop differently; the default generator draws alike on all of
         # them. Under sequence parallelism Megatron runs the whole block on the model-parallel generator.
         own_draw = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else contextlib.nullcontext()
-        with own_draw:
+        with own_draw, contextlib.nullcontext() if self.config.masked_softmax_fusion else sdpa_kernel(SDPBackend.MATH):
             out_BHSD = F.scaled_dot_product_attention(
                 q_BHSD,
                 k_BGSD,

@@ -16,12 +16,11 @@ from rlmca.layouts.pipeline import megatron_layout
 from rlmca.layouts.plan import in_chunk
 from rlmca.models.options import BuildOptions, DataParallelOptions
 from rlmca.models.policy import PolicyModel
-from rlmca.models.spec import block_spec, choose_spec
+from rlmca.models.spec import block_spec, choose_spec, kernel_errors
 from rlmca.parallel import platform
 
-HONOURED = ("attention_dropout", "hidden_dropout", "bias_dropout_fusion", "masked_softmax_fusion", "embedding_init_method_std")
-"""Fields of `additional_configs` that may change. Megatron itself or the parts in this package follow them (attention never
-holds a whole matrix of scores, so `masked_softmax_fusion` asks for what is done anyway)."""
+HONOURED = ("attention_dropout", "hidden_dropout", "embedding_init_method_std")
+"""Fields of `additional_configs` that may change. Megatron itself or the parts in this package follow them."""
 
 
 def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Topology) -> TransformerConfig:
@@ -45,6 +44,7 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         "params_dtype": options.dtype,
         "pipeline_dtype": options.dtype,
         "bf16": options.dtype == torch.bfloat16,
+        "fp16": options.dtype == torch.float16,
         "recompute_granularity": options.recompute_granularity,
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
@@ -53,8 +53,10 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         "perform_initialization": options.init_weights,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": options.bias_activation_fusion,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": options.bias_dropout_fusion,
+        "masked_softmax_fusion": options.masked_softmax_fusion,
+        "apply_rope_fusion": options.apply_rope_fusion,
+        "cross_entropy_loss_fusion": options.cross_entropy_loss_fusion,
         "batch_p2p_comm": False,  # batched, two stages with several chunks each train on mixed-up gradients without an error
         "overlap_p2p_comm": topology.vpp > 1,
         # freed under a send that is still under way (several chunks send ahead), gloo sends whatever is in that memory next
@@ -84,6 +86,10 @@ def build_policy(layout: ModelLayout, options: BuildOptions, topology: Topology,
 
 def _build_chunk(layout: ModelLayout, options: BuildOptions, topology: Topology, coord: Coord, chunk: int) -> PolicyModel:
     stage = chunk if topology.vpp > 1 else None
+    if missing := kernel_errors(options):
+        raise ValueError("\n".join(missing))
+    if options.recompute_method is not None:
+        layout.check_recompute(topology, options.recompute_method, options.recompute_num_layers or 1)
     config = transformer_config(layout, options, topology)
     spec = choose_spec(options.transformer_impl)
     if spec != layout.spec:

@@ -23,6 +23,12 @@ class BuildOptions:
     recompute_num_layers: int | None = None
     recompute_modules: list[str] | None = None
     bias_activation_fusion: bool = False
+    bias_dropout_fusion: bool = False
+    masked_softmax_fusion: bool = True
+    """False: attention by plain products, with a whole matrix of scores."""
+    apply_rope_fusion: bool = False
+    cross_entropy_loss_fusion: bool = True
+    """False: the head makes all logits of the chosen tokens instead of a tile at a time."""
     init_weights: bool = False
     """Draw initial weights instead of leaving them for a checkpoint to fill. An engine without a folder sets it."""
     additional_configs: dict[str, Any] = field(default_factory=dict)

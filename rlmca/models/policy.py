@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlmca.models.attention import packed_rows
 from rlmca.models.context import Borders, held_places, own_targets, whole_outputs
+from rlmca.models.logprobs import token_log_probs
 from rlmca.models.logprobs_head import head_log_probs
 
 
@@ -23,20 +24,20 @@ class LogProbHead(ColumnParallelLinear):
     """Megatron's output layer, giving [2, N] log-prob and entropy (zeros when not asked for) instead of logits.
 
     A module and not a function that is handed the weight: with `overlap_param_gather` DDP waits for the weight when its
-    module is called. The gradient of `chosen_NH` is this rank's share, see `head_log_probs`.
+    module is called. The gradient of `chosen_NH` is this rank's share, see `head_log_probs`. Without
+    `cross_entropy_loss_fusion` all logits of the chosen tokens are made, and the second row is always the entropy.
     """
 
     def forward(
         self, chosen_NH: Tensor, target_N: Tensor, weight: Tensor | None, *, vocab_size: int, temperature: float, entropy: bool
     ) -> Tensor:
+        weight_VH = self.weight if weight is None else weight
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        if not self.config.cross_entropy_loss_fusion:
+            logits_NV = torch.nn.functional.linear(chosen_NH, weight_VH)
+            return torch.stack(token_log_probs(logits_NV, target_N, vocab_size=vocab_size, temperature=temperature, group=group))
         logp_N, entropy_N = head_log_probs(
-            chosen_NH,
-            self.weight if weight is None else weight,
-            target_N,
-            vocab_size=vocab_size,
-            temperature=temperature,
-            group=self.tp_group if self.tp_group.size() > 1 else None,
-            entropy=entropy,
+            chosen_NH, weight_VH, target_N, vocab_size=vocab_size, temperature=temperature, group=group, entropy=entropy
         )
         return torch.stack([logp_N, torch.zeros_like(logp_N) if entropy_N is None else entropy_N])
 

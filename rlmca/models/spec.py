@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Literal
 
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlmca.models.attention import TorchCoreAttention, TorchRMSNorm
+from rlmca.models.options import BuildOptions
 from rlmca.parallel import platform
 
 Spec = Literal["local", "te"]
@@ -24,6 +26,31 @@ def choose_spec(transformer_impl: str) -> Spec:
             "write `transformer_impl: local` or leave the key out"
         )
     return "te" if usable and transformer_impl != "local" else "local"
+
+
+def kernel_errors(options: BuildOptions) -> list[str]:
+    """What this machine lacks for the kernels that the options ask for, or what excludes them."""
+    errors = []
+    spec: Spec = "local"
+    try:
+        spec = choose_spec(options.transformer_impl)
+    except ValueError as error:
+        errors.append(str(error))
+    if options.apply_rope_fusion:
+        lacking = [] if platform.is_cuda() else ["a CUDA device"]
+        if rope_utils.fused_apply_rotary_pos_emb is None:
+            lacking.append("the package transformer-engine")
+        if lacking:
+            errors.append(
+                f"apply_rope_fusion: true takes Transformer Engine's fused kernel, and {' and '.join(lacking)} "
+                f"{'are' if len(lacking) > 1 else 'is'} missing here; write apply_rope_fusion: false, the result is the same"
+            )
+    if spec == "te" and not options.masked_softmax_fusion:
+        errors.append(
+            "masked_softmax_fusion: false is for torch's attention, and Transformer Engine's is always fused; "
+            "write transformer_impl: local, or leave masked_softmax_fusion out"
+        )
+    return errors
 
 
 def block_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None = None) -> Any:

@@ -18,7 +18,9 @@ from rlmca.observe.jsonl import dumps, plain, read_lines, write_atomically
 from rlmca.observe.trackers import Tracker, open_trackers
 
 LOG_FILE = "trainer_log.jsonl"
-_SHOWN = ("loss", "eval_loss", "eval_accuracy", "eval_reward", "reward", "zero_std_groups", "lr", "grad_norm", "kl", "entropy")
+_SHOWN = (
+    "loss", "eval_loss", "eval_accuracy", "eval_reward", "reward", "zero_std_groups", "lr", "grad_norm", "loss_scale", "kl", "entropy",
+)  # fmt: skip
 """Metrics of the console line, in this order, where they are logged; the file has all."""
 
 _logger = logging.getLogger(__name__)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from rlmca.config import ConfigError, RunConfig, batch_plan, layout_errors
 from rlmca.data import DataError, check_sources, template_errors
 from rlmca.engines.huggingface_setup import setup_errors
 from rlmca.engines.megatron_setup import run_topology
-from rlmca.layouts import ModelLayout, Topology
+from rlmca.layouts import LayoutError, ModelLayout, Topology
 from rlmca.observe.trackers import check_report_to
+from rlmca.parallel.platform import quiet_megatron
 from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
 from rlmca.rewards import build_rewards
@@ -18,8 +21,11 @@ from rlmca.run.lr import LearningRate
 from rlmca.transfer.source import resolve_model
 
 
-def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
-    """Problems of the layout, the model's config.json, the data sources and the number of rows, all of them."""
+def preflight_errors(cfg: RunConfig, world_size: int, *, here: bool = True) -> list[str]:
+    """Problems of the layout, the model's config.json, the data sources and the number of rows, all of them.
+
+    With `here=False` the run is meant for other machines: what this one lacks is no problem then.
+    """
     errors = layout_errors(cfg, world_size)
     fits = not errors
     try:
@@ -27,17 +33,15 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
         if cfg.engine == "huggingface":
             errors += setup_errors(cfg, hf_config)
         elif hf_config is not None:
-            layout = ModelLayout(hf_config)
-            topology = run_topology(cfg, layout.num_layers)
-            layout.check(topology)
-            layout.check_context(topology, cfg.megatron.context_parallel_size, cfg.megatron.cp_comm_type)
-            errors += _additional_errors(cfg, layout, topology)
+            errors += _split_errors(cfg, ModelLayout(hf_config))
         if hf_config is not None:
             errors += _export_errors(cfg)
     except ConfigError as error:
         errors += error.errors
     except ValueError as error:
         errors.append(f"model_name_or_path: {error}")
+    if here and cfg.engine == "megatron":
+        errors += _kernel_errors(cfg)
     errors += template_errors(cfg.model.template)
     errors += _schedule_errors(cfg)
     errors += check_report_to(cfg.train.report_to)
@@ -51,15 +55,51 @@ def preflight_errors(cfg: RunConfig, world_size: int) -> list[str]:
     return errors
 
 
+def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
+    """Why the model does not split as the configuration says, and what is wrong with its further Megatron fields."""
+    megatron, errors = cfg.megatron, []
+    try:
+        topology = run_topology(cfg, layout.num_layers)
+        topology.chunk_layers(layout.num_layers)
+    except LayoutError as error:  # without it only the heads can be looked at
+        topology = Topology(tp=megatron.tensor_model_parallel_size)
+        errors.append(str(error))
+    checks: list[Callable[[], None]] = [
+        lambda: layout.check_width(topology),
+        lambda: layout.check_context(topology, megatron.context_parallel_size, megatron.cp_comm_type),
+    ]
+    if megatron.recompute_method and not errors:
+        checks.append(lambda: layout.check_recompute(topology, str(megatron.recompute_method), megatron.recompute_num_layers or 1))
+    for check in checks:
+        try:
+            check()
+        except LayoutError as error:
+            errors.append(str(error))
+    return errors or _additional_errors(cfg, layout, topology)
+
+
+def _kernel_errors(cfg: RunConfig) -> list[str]:
+    megatron = cfg.megatron
+    if megatron.masked_softmax_fusion and not megatron.apply_rope_fusion and megatron.transformer_impl != "transformer_engine":
+        return []
+    quiet_megatron()
+    # Imported here because megatron takes seconds and most runs ask for no special kernel.
+    from rlmca.engines.megatron_setup import engine_options
+    from rlmca.models.spec import kernel_errors
+
+    return kernel_errors(engine_options(cfg).build)
+
+
 def _additional_errors(cfg: RunConfig, layout: ModelLayout, topology: Topology) -> list[str]:
     if not cfg.megatron.additional_configs:
         return []
+    quiet_megatron()
     # Imported here because megatron takes seconds and most runs have no such fields.
     from rlmca.engines.megatron_setup import engine_options
     from rlmca.models.build import transformer_config
 
     try:
-        transformer_config(layout, engine_options(cfg).build, topology)
+        transformer_config(layout, dataclasses.replace(engine_options(cfg).build, apply_rope_fusion=False), topology)
     except (ValueError, TypeError, AssertionError) as error:
         text = str(error) or type(error).__name__
         return [text if text.startswith("additional_configs") else f"additional_configs: {text}"]

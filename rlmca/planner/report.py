@@ -14,9 +14,12 @@ from rlmca.planner.preflight import preflight_errors
 from rlmca.planner.rows import count_rows, training_rows
 
 
-def dry_run(cfg: RunConfig, world_size: int, console: Console | None = None) -> None:
-    """Print what a run on `world_size` processes would do. ConfigError with every reason why it would not start."""
-    errors = preflight_errors(cfg, world_size)
+def dry_run(cfg: RunConfig, world_size: int, console: Console | None = None, *, here: bool = True) -> None:
+    """Print what a run on `world_size` processes, on this machine or (`here=False`) others, would do.
+
+    ConfigError with every reason why it would not start.
+    """
+    errors = preflight_errors(cfg, world_size, here=here)
     if errors:
         raise ConfigError(errors)
     table = Table(title="plan", show_header=False, title_justify="left")
@@ -36,11 +39,12 @@ def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     kind = "processes" if cfg.ray_ranks is None else "Ray actors"
     data = f"data {world_size // model_parallel_size(cfg)} = {world_size} {kind}"
     layout = data if cfg.engine == "huggingface" else split + data
-    precision = "bfloat16 with float32 masters" if cfg.engine == "megatron" else "float32 weights, bfloat16 autocast"
+    half = "bfloat16" if cfg.train.bf16 else "float16"
+    precision = f"{half} with float32 masters" if cfg.engine == "megatron" else f"float32 weights, {half} autocast"
     return [
         ("stage", cfg.stage),
         ("model", cfg.model.model_name_or_path),
-        ("engine", f"{cfg.engine}, {precision if cfg.train.bf16 else 'float32'}"),
+        ("engine", f"{cfg.engine}, {precision if cfg.train.bf16 or cfg.train.fp16 else 'float32'}"),
         ("layout", layout + (", sequence parallel" if megatron.sequence_parallel else "")),
         ("output", cfg.train.output_dir),
     ]

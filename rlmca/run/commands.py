@@ -25,7 +25,7 @@ from rlmca.rewards import build_rewards
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
-from rlmca.run.source import check_lengths, open_source, rollout_engine, sampling_params
+from rlmca.run.source import check_lengths, open_source, rollout_engine, run_dtype, sampling_params
 from rlmca.transfer.convert import rewrite_hf
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample
@@ -99,9 +99,9 @@ def run_generate(cfg: RunConfig, *, console: Console | None = None) -> Path:
 def run_export(cfg: RunConfig, *, console: Console | None = None) -> Path:
     """Writes the Hugging Face folder `model_name_or_path` again to `export_dir`, in shards of `export_size` GB; returns it.
 
-    `bf16: true` in the file casts to bfloat16, `bf16: false` to float32; without the key the stored type stays.
+    `bf16: true` in the file casts to bfloat16, `fp16: true` to float16, false to float32; without the keys the stored type stays.
     """
-    dtype = (torch.bfloat16 if cfg.train.bf16 else torch.float32) if "bf16" in cfg.given else None
+    dtype = run_dtype(cfg) if {"bf16", "fp16"} & cfg.given else None
     out = Path(cfg.export.export_dir)
     try:
         tensors = rewrite_hf(resolve_model(cfg.model.model_name_or_path, cfg.model), out, dtype, float(cfg.export.export_size))

@@ -59,7 +59,7 @@ def sampling_params(cfg: RunConfig, source: Source, *, greedy: bool) -> Sampling
 
 def run_dtype(cfg: RunConfig) -> torch.dtype:
     """The type of weights outside of the trainer: rollouts and exported folders."""
-    return torch.bfloat16 if cfg.train.bf16 else torch.float32
+    return torch.bfloat16 if cfg.train.bf16 else torch.float16 if cfg.train.fp16 else torch.float32
 
 
 def rollout_engine(cfg: RunConfig, source: Source, device: torch.device | str, log_dir: Path) -> RolloutEngine:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rlmca.layouts import Coord, ModelLayout, ParamPlan, Topology
 from rlmca.layouts.boxes import Box, volume
-from rlmca.transfer.hf_folder import HFFolder, check_tensors, open_hf_folder
+from rlmca.transfer.hf_folder import HFFolder, HFFolderError, check_tensors, open_hf_folder
 
 
 def load_ranks(folder: str | Path | HFFolder, layout: ModelLayout, topology: Topology, coord: Coord, params: Mapping[str, Tensor]) -> None:
@@ -17,7 +18,7 @@ def load_ranks(folder: str | Path | HFFolder, layout: ModelLayout, topology: Top
 
     Reads only the slices this rank holds, one at a time; padding rows of the vocabulary become zero. Every check comes before
     the first write: HFFolderError for missing, unexpected or misshapen tensors in the folder, ValueError for `params`
-    that are not those of the layout.
+    that are not those of the layout. Only numbers too large for parameters in float16 are found (HFFolderError) on the way.
     """
     plan = layout.rank_plan(topology, coord)
     check_params(plan, params)
@@ -35,7 +36,10 @@ def _load(folder: HFFolder, layout: ModelLayout, plan: Mapping[str, ParamPlan], 
         if sum(volume(copy.dst) for copy in param.copies) < target.numel():
             target.zero_()
         for copy in param.copies:
-            target[index(copy.dst)].copy_(folder.read(copy.hf, copy.src))
+            part = folder.read(copy.hf, copy.src)
+            if target.dtype == torch.float16 and part.numel() and (top := float(part.abs().max())) > torch.finfo(torch.float16).max:
+                raise HFFolderError(f"{copy.hf} holds {top:g}, more than float16 can (65504): write bf16: true instead of fp16: true")
+            target[index(copy.dst)].copy_(part)
 
 
 def index(box: Box) -> tuple[slice, ...]:

@@ -40,7 +40,13 @@ def test_five_mistakes_print_five_errors_and_start_nothing(tmp_path: Path) -> No
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[0] == "5 errors, nothing was started:"
-    starts = ["learning_rte: unknown key", "learning_rate: 'abc'", "save_strategy: 'often'", "packing: ", "sequence_parallel: true splits"]
+    starts = [
+        "learning_rte: unknown key",
+        "learning_rate: 'abc'",
+        "save_strategy: 'often'",
+        "streaming: ",
+        "sequence_parallel: true splits",
+    ]
     assert len(lines) == 6
     assert all(line.startswith(f"  {number}. {start}") for number, (line, start) in enumerate(zip(lines[1:], starts, strict=True), 1))
     assert not (tmp_path / "out").exists() and "Traceback" not in done.stderr

@@ -78,11 +78,11 @@ def test_commands_without_training_take_the_files_of_both_engines(command: str) 
         ({**OWN, "gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, OWN, "kwargs.preserve_rng_state: not in this version"),
         ({**OWN, "gradient_checkpointing_kwargs": {"use_reentrant": "no"}}, OWN, "'no' is neither true nor false"),
         ({"flash_attn": "fa2"}, {"bf16": True}, "write bf16: true"),
-        ({"flash_attn": "fa3"}, {"flash_attn": "sdpa"}, "flash_attn: fa3 computes in bfloat16 alone"),
+        ({"flash_attn": "fa3"}, {"fp16": True}, "flash_attn: fa3 computes in 16 bits alone"),
         ({"flash_attn": "fa1"}, {"flash_attn": "disabled"}, "'fa1' is not one of auto, sdpa, disabled, fa2, fa3"),
         ({"ddp_bucket_cap_mb": 0}, {"ddp_bucket_cap_mb": 1}, "at least 1"),
         ({"deepspeed": "ds.json"}, {"deepspeed": None}, "DeepSpeed is not in this version"),
-        ({"fp16": True}, {"fp16": False}, "float16 is not in this version"),
+        ({"fp16": True, "bf16": True}, {"bf16": False}, "fp16 and bf16 exclude each other"),
         ({"attention_dropout": 0.1}, {"attention_dropout": None}, "takes dropout from the model's config.json"),
         ({"enable_liger_kernel": True}, {"enable_liger_kernel": False}, "Liger's kernels are not in this version"),
     ],
@@ -125,3 +125,53 @@ def test_the_command_line_says_how_to_choose_megatron(tmp_path: Path) -> None:
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env={"PATH": "/usr/bin:/bin"}, timeout=300
     )
     assert done.returncode == 2 and "only the Megatron engine has this key: set USE_MCA=1" in done.stderr
+
+
+@pytest.mark.parametrize("env", [PLAIN, MCA], ids=["huggingface", "megatron"])
+@pytest.mark.parametrize(
+    ("wrong", "repair", "words"),
+    [
+        ({"fp16": True, "bf16": True}, {"bf16": False}, "fp16 and bf16 exclude each other: leave one out"),
+        ({"loss_scale_window": 7, "hysteresis": 1}, {"fp16": True}, "loss_scale_window, hysteresis: only float16 needs its loss scaled"),
+        ({"loss_scale": 128, "bf16": True}, {"loss_scale": 0}, "loss_scale: only float16 needs its loss scaled: write fp16: true"),
+        (
+            {"fp16": True, "loss_scale": 128, "initial_loss_scale": 4},
+            {"loss_scale": 0},
+            "loss_scale: 128 is constant, and initial_loss_scale is for one that is found by itself",
+        ),
+        (
+            {"fp16": True, "initial_loss_scale": 4, "min_loss_scale": 8},
+            {"min_loss_scale": 2},
+            "min_loss_scale: 8 is above initial_loss_scale 4",
+        ),
+        ({"fp16": True, "hysteresis": 0}, {"hysteresis": 1}, "at least 1"),
+    ],
+)
+def test_float16_and_its_loss_scale(env: Environment, wrong: dict[str, Any], repair: dict[str, Any], words: str) -> None:
+    found = errors({**SFT, **wrong}, env)
+    assert len(found) == 1 and words in found[0], found
+    assert errors({**SFT, **wrong, **repair}, env) == []
+
+
+def test_a_resolved_file_in_float16_loads_back(tmp_path: Path) -> None:
+    for own in ({"fp16": True, "loss_scale_window": 7}, {"fp16": True, "loss_scale": 128.0}, {}):
+        cfg = make_config({**SFT, **own}, env=MCA)
+        (tmp_path / "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+        assert load_config(tmp_path / "config.yaml", env=MCA) == cfg
+
+
+@pytest.mark.parametrize("name", ["bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"])
+def test_fusions_are_keys_of_megatron_at_the_top_level(name: str) -> None:
+    assert errors({**SFT, name: True}, MCA) == []
+    assert errors({**SFT, name: True}, PLAIN) == [f"{name}: only the Megatron engine has this key: set USE_MCA=1"]
+    (error,) = errors({**SFT, "additional_configs": {name: True}}, MCA)
+    assert error == f"additional_configs.{name} is a key of its own: write {name} at the top level"
+
+
+def test_fused_attention_is_all_that_transformer_engine_has() -> None:
+    wrong = {"masked_softmax_fusion": False, "transformer_impl": "transformer_engine"}
+    (error,) = errors({**SFT, **wrong}, MCA)
+    assert error.startswith("masked_softmax_fusion: false is for torch's attention") and "write transformer_impl: local" in error
+    assert errors({**SFT, **wrong, "transformer_impl": "local"}, MCA) == errors({**SFT, "masked_softmax_fusion": False}, MCA) == []
+    (error,) = errors({**SFT, "recompute_granularity": "selective", "recompute_modules": []}, MCA)
+    assert error.startswith("recompute_modules is empty")

@@ -97,7 +97,6 @@ def test_help_of_an_unknown_name_names_the_nearest() -> None:
         ("expert_model_parallel_size", 4, "expert parallelism is not in this version"),
         ("num_layers_in_first_pipeline_stage", 2, "write pipeline_model_parallel_layout"),
         ("max_restarts", 3, "restarting ranks is not in this version"),
-        ("fp16", True, "float16 is not in this version"),
         ("fp8", "hybrid", "FP8 is not in this version"),
         ("deepspeed", "ds.json", "DeepSpeed is not in this version"),
         ("streaming", True, "streamed data sets are not in this version"),

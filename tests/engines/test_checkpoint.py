@@ -49,7 +49,7 @@ def weights_alone_on_rank(folder: Path, layout: Layout, checkpoint: Path) -> dic
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "data_parallel",
     [{}, {"use_distributed_optimizer": False}, {"overlap_grad_reduce": True, "overlap_param_gather": True}],

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlmca.algorithms.losses import SftLoss
 from rlmca.engines.huggingface_forward import TokenLogProbs
+from rlmca.engines.microbatch import micro_batches
 from tests.engines.test_huggingface_model import OTHERS, SIZES
 from tests.helpers.engine import random_batch
 from tests.helpers.huggingface import make_hf_engine
@@ -43,7 +44,7 @@ def build(kind: str, changes: dict[str, Any]) -> Any:
 def test_heads_are_known_by_what_the_model_does_with_them(kind: str, changes: dict[str, Any], makes_logits: bool) -> None:
     model = build(kind, changes)
     head, before = model.get_output_embeddings(), torch.get_rng_state()
-    ours = TokenLogProbs(model, bf16=False)
+    ours = TokenLogProbs(model)
     assert ours.makes_logits == makes_logits
     assert "forward" not in vars(head) and not model.training and torch.equal(before, torch.get_rng_state())
     ids, mask = torch.tensor([[1, 5, 9, 3], [2, 2, 7, 7]]), torch.tensor([[False, True, False, True], [False, False, True, True]])
@@ -57,7 +58,7 @@ def test_heads_are_known_by_what_the_model_does_with_them(kind: str, changes: di
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_the_families_of_both_engines_go_without_logits(family: str) -> None:
-    assert not TokenLogProbs(make_model(family), bf16=True).makes_logits
+    assert not TokenLogProbs(make_model(family), autocast=torch.bfloat16).makes_logits
 
 
 class Twice(nn.Linear):
@@ -70,7 +71,7 @@ class Twice(nn.Linear):
 def test_a_head_of_another_class_is_called() -> None:
     model = make_model("llama")
     model.lm_head.__class__ = Twice
-    assert TokenLogProbs(model, bf16=False).makes_logits
+    assert TokenLogProbs(model).makes_logits
 
 
 def test_a_training_step_makes_no_logits(tmp_path: Path) -> None:
@@ -78,5 +79,5 @@ def test_a_training_step_makes_no_logits(tmp_path: Path) -> None:
     folder = save_model("qwen3_untied", tmp_path / "model", vocab_size=6000, hidden_size=16, intermediate_size=16, num_attention_heads=2)
     engine, batch = make_hf_engine(folder, micro_batch=64), random_batch(vocab=6000, rows=64)
     with Largest() as seen:
-        engine.compute_gradients([batch], SftLoss(), SftLoss().counts(batch))
+        engine.compute_gradients(micro_batches(batch, engine.cutting(64), engine.parallel), SftLoss(), SftLoss().counts(batch))
     assert batch.mask_BT.sum() > 200 and seen.shape[0] * seen.shape[-1] <= batch.mask_BT.sum() * 2048, seen.shape

@@ -30,6 +30,7 @@ class Layout:
     options: dict[str, Any] = field(default_factory=dict)
     data_parallel: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -52,7 +53,7 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     import os
 
     from rlmca.engines.megatron import MegatronEngine
-    from rlmca.engines.options import EngineOptions, PipelineOptions
+    from rlmca.engines.options import EngineOptions, LossScaleOptions, PipelineOptions
     from rlmca.layouts import ModelLayout
     from rlmca.models.build import BuildOptions, DataParallelOptions
     from rlmca.parallel import megatron
@@ -65,6 +66,7 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
         build=BuildOptions(sequence_parallel=layout.sp, context_parallel=layout.cp, **layout.options),
         data_parallel=DataParallelOptions(**layout.data_parallel),
         pipeline=PipelineOptions(**layout.pipeline),
+        loss_scale=LossScaleOptions(**layout.loss_scale),
         micro_batch_size=layout.micro_batch,
         eval_batch_size=3,
         packing=layout.packing,

@@ -19,7 +19,7 @@ def test_a_training_step_makes_no_logits(family: str, tmp_path: Path) -> None:
     folder = save_model(family, tmp_path / "model", vocab_size=6000, hidden_size=16, intermediate_size=16, num_attention_heads=2)
     engine, batch = make_engine(folder, Layout("tp1")), random_batch(vocab=6000, rows=64)
     with Largest() as seen:
-        engine.compute_gradients([batch], SftLoss(), SftLoss().counts(batch))
+        engine.compute_gradients(micro_batches(batch, engine.cutting(64), engine.parallel), SftLoss(), SftLoss().counts(batch))
     assert batch.mask_BT.sum() > 200 and seen.shape[-1] <= 2048, seen.shape
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlmca.planner import preflight_errors
 from tests.planner.test_dry_run import cfg, values
@@ -39,3 +40,27 @@ def test_a_run_may_not_export_over_the_model_it_starts_from(values: dict[str, An
     assert preflight_errors(cfg({**again, "save_hf_model": False}), 1) == []
     (tmp_path / "link").symlink_to(tmp_path / "out" / "hf")
     assert preflight_errors(cfg({**again, "model_name_or_path": str(tmp_path / "link")}), 1) == [error]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without CUDA; hide the devices with CUDA_VISIBLE_DEVICES=")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"apply_rope_fusion": True}, "a CUDA device and the package transformer-engine are missing here"),
+        ({"transformer_impl": "transformer_engine"}, "transformer_impl: transformer_engine needs a CUDA device"),
+    ],
+)
+def test_kernels_that_this_machine_lacks_are_refused_here_and_accepted_for_another(
+    values: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    (error,) = preflight_errors(cfg({**values, **changes}), 1)
+    assert words in error
+    assert preflight_errors(cfg({**values, **changes}), 1, here=False) == []
+    further = {"additional_configs": {"hidden_dropout": 0.1}}
+    assert preflight_errors(cfg({**values, **changes, **further}), 1, here=False) == []
+
+
+def test_fusions_without_a_kernel_of_their_own_run_anywhere(values: dict[str, Any]) -> None:
+    names = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion")
+    for name in names:
+        assert preflight_errors(cfg({**values, name: True}), 1) == preflight_errors(cfg({**values, name: False}), 1) == []

@@ -134,8 +134,12 @@ def test_other_options_run(changes: dict[str, Any], project: Path, tmp_path: Pat
         assert "kl" not in lines[0] and max(line["logp_gap_max"] for line in lines) < 1e-5
 
 
-def test_bf16_runs(project: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "dtype", "gap"), [("bf16", torch.bfloat16, 0.5), ("fp16", torch.float16, 0.05)])
+def test_half_precision_runs(key: str, dtype: torch.dtype, gap: float, project: Path, tmp_path: Path) -> None:
+    """Rollouts and the exported folder have the run's type; replies have the trainer's log-probs within its accuracy."""
     output = tmp_path / "run"
-    run("train", grpo_options(project, output, max_steps=2, bf16=True))
-    assert {t.dtype for t in load_file(output / "hf" / "model.safetensors").values()} == {torch.bfloat16}
-    assert log_lines(output)[0]["logp_gap_max"] < 0.5
+    run("train", grpo_options(project, output, max_steps=2, **{key: True}))
+    assert {t.dtype for t in load_file(output / "hf" / "model.safetensors").values()} == {dtype}
+    lines = log_lines(output)
+    assert lines[0]["logp_gap_max"] < gap
+    assert [line.get("loss_scale") for line in lines] == [65536.0 if key == "fp16" else None] * 2

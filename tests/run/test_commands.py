@@ -108,6 +108,8 @@ def test_export_keeps_every_bit_and_cuts_shards(folder: Path, tmp_path: Path) ->
     assert (out / "tokenizer.json").exists()
     half = run_export(config(folder, "export", export_dir=str(tmp_path / "half"), bf16=True), console=quiet())
     assert AutoModelForCausalLM.from_pretrained(str(half), dtype="auto").dtype == torch.bfloat16
+    half = run_export(config(folder, "export", export_dir=str(tmp_path / "fp16"), fp16=True), console=quiet())
+    assert AutoModelForCausalLM.from_pretrained(str(half), dtype="auto").dtype == torch.float16
 
 
 @pytest.mark.parametrize("command", ("eval", "generate", "export"))

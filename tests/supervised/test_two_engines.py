@@ -51,6 +51,22 @@ def test_one_file_gives_one_curve_on_both_engines(project: Path, tmp_path: Path)
     assert (outputs[True] / "hf" / "config.json").read_bytes() == (outputs[False] / "hf" / "config.json").read_bytes()
 
 
+def test_a_run_in_float16_is_nearly_the_one_in_float32_on_both_engines(project: Path, tmp_path: Path) -> None:
+    lines = {}
+    half = {"fp16": True, "initial_loss_scale": 512, "loss_scale_window": 2}
+    for name, use_mca, own in (("exact", True, {}), ("megatron", True, half), ("huggingface", False, half)):
+        options = sft_options(project, tmp_path / name, max_steps=6, save_hf_model=True, learning_rate=1e-4, **own)
+        rank_pool(1).run(run_stage, options, use_mca)
+        lines[name] = log_lines(tmp_path / name)
+        dtypes = {tensor.dtype for tensor in load_file(tmp_path / name / "hf" / "model.safetensors").values()}
+        assert dtypes == {torch.float16 if own else torch.float32}
+    for name in ("megatron", "huggingface"):
+        for mine, exact in zip(lines[name], lines["exact"], strict=True):
+            assert abs(mine["loss"] - exact["loss"]) < 5e-3 and abs(mine["grad_norm"] - exact["grad_norm"]) < 5e-3 * exact["grad_norm"]
+            assert (mine["overflow"], mine["skipped"]) == (0.0, 0.0)
+        assert [line["loss_scale"] for line in lines[name]] == [512, 512, 1024, 1024, 2048, 2048]
+
+
 @pytest.fixture(scope="module")
 def whole(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps of one process, with checkpoints."""

@@ -245,3 +245,15 @@ def test_an_index_of_another_shape_is_an_error(folder: Path, weight_map: str) ->
     (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
     with pytest.raises(HFFolderError, match="is not a safetensors index"):
         open_hf_folder(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_numbers_that_float16_cannot_hold_are_named(dtype: torch.dtype, folder: Path) -> None:
+    edit(folder, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].view(-1)[3].fill_(-7e4))
+    layout = layout_of(folder)
+    params = dirty(layout, Topology(), Coord(), dtype)
+    if dtype == torch.bfloat16:
+        load_ranks(folder, layout, Topology(), Coord(), params)
+        return
+    with pytest.raises(HFFolderError, match="model.layers.1.mlp.down_proj.weight holds 70000, more than float16 can"):
+        load_ranks(folder, layout, Topology(), Coord(), params)

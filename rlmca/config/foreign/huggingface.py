@@ -17,7 +17,7 @@ OPTIMISER: Mapping[str, Foreign] = {
     **refuse("auto_find_batch_size", f"{_LATER}", "write per_device_train_batch_size"),
 }
 PRECISION: Mapping[str, Foreign] = {
-    **refuse("bf16_full_eval fp16_full_eval tf32", f"{_LATER}", "write bf16: true for bfloat16; evaluation uses the training precision"),
+    **refuse("bf16_full_eval fp16_full_eval tf32", f"{_LATER}", "write bf16: true or fp16: true; evaluation uses the training precision"),
     **refuse("torch_compile torch_compile_backend torch_compile_mode", f"torch.compile is {_LATER}"),
     **refuse("use_liger_kernel liger_kernel_config", f"Liger's kernels are {_LATER}", "leave it out: they change speed and memory alone"),
     **no_effect("use_cache", "training keeps no KV cache, rollouts always do"),

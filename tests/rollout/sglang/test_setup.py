@@ -15,6 +15,7 @@ from rlmca.rollout.sglang import environment
 from rlmca.rollout.sglang.environment import resolve_engine, sglang_python
 from rlmca.rollout.sglang.server import server_command
 from rlmca.rollout.sglang.setup import served_model, server_options, sglang_engine
+from rlmca.run.source import run_dtype
 from tests.helpers.models import save_model
 from tests.rollout.sglang.conftest import run_config
 from tests.rollout.sglang.double import Double
@@ -106,6 +107,9 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         assert made.log == tmp_path / "logs" / f"sglang-{number}.log" and made.api_key == "SECRET"
         return " ".join(server_command(made, tmp_path / "served", 999))
 
+    for fp16, bf16, name in ((True, False, "float16"), (False, True, "bfloat16"), (False, False, "float32")):
+        dtype = run_dtype(run_config(fp16=fp16, bf16=bf16))
+        assert server_options(cfg, folder, model, dtype, tmp_path / "logs", 0).dtype == name
     gpu, cpu = command(1, True), command(0, False)
     for line in (gpu, cpu):
         assert (
