@@ -16,7 +16,7 @@ FIVE = """
 learning_rte: 1e-5
 learning_rate: abc
 save_strategy: often
-packing: true
+streaming: true
 sequence_parallel: true
 """
 
