@@ -87,9 +87,9 @@ def _any_type_of_weights() -> Iterator[None]:
 
     build = megatron.build_optimizer
 
-    def build_whole(models: Any, options: Any, data_parallel: Any, dtype: torch.dtype) -> Any:
+    def build_whole(models: Any, options: Any, data_parallel: Any, dtype: torch.dtype, *more: Any) -> Any:
         whole = dataclasses.replace(data_parallel, use_distributed_optimizer=False, overlap_param_gather=False)
-        return build(models, options, whole if dtype == torch.float64 else data_parallel, dtype)
+        return build(models, options, whole if dtype == torch.float64 else data_parallel, dtype, *more)
 
     with mock.patch.object(megatron, "build_optimizer", build_whole):
         yield
