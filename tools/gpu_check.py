@@ -94,7 +94,10 @@ def compute(who: str, model: Path) -> dict[str, Any]:
         if platform.is_cuda():
             result["triton"] = triton_errors()
             if importlib.util.find_spec("transformer_engine") is not None:
-                result["te"] = {dtype: gradients(model, parallel, dtype, False, "transformer_engine") for dtype in ALLOWED}
+                result["te"] = {
+                    f"{dtype}, {'packed' if packed else 'padded'}": gradients(model, parallel, dtype, packed, "transformer_engine")
+                    for dtype, packed in (("float32", False), ("bfloat16", False), ("bfloat16", True))
+                }
     return result
 
 
@@ -200,8 +203,8 @@ def compare(cpu: dict[str, Any], device: dict[str, Any]) -> list[Line]:
         lines.append(Line(f"Triton gradients, {dtype}", grads, ALLOWED[dtype] / 2))
     if "triton" not in device:
         lines.append(Line("Triton log-probs", note="needs a CUDA device"))
-    for dtype, found in device.get("te", {}).items():
-        lines += differences(f"Transformer Engine, {dtype}", found, device[f"{dtype}, padded"], 2 * ALLOWED[dtype])
+    for name, found in device.get("te", {}).items():
+        lines += differences(f"Transformer Engine, {name}", found, device[name], 2 * ALLOWED[name.split(",")[0]])
     if "te" not in device:
         lines.append(Line("Transformer Engine", note="not installed" if device["cuda"] else "needs a CUDA device"))
     return lines

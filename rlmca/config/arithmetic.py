@@ -108,7 +108,7 @@ def batch_plan(cfg: RunConfig, world_size: int, num_rows: int) -> BatchPlan:
     if steps_per_epoch == 0:
         errors.append(
             f"{num_rows} {unit} make no step with global batch {global_batch} ({formula}): the run would make no optimiser step; "
-            f"lower the batch or add {unit}"
+            + ("lower the batch or cutoff_len" if unit == "packs" else f"lower the batch or add {unit}")
         )
     total = cfg.train.max_steps if cfg.train.max_steps > 0 else math.ceil(cfg.train.num_train_epochs * steps_per_epoch)
     if not errors and total * optimizer_steps == 0:

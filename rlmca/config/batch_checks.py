@@ -38,7 +38,15 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def notes(cfg: RunConfig) -> Iterator[str]:
-    """Keys that the token budget leaves without effect."""
+    """Keys that the token budget leaves without effect, and packing that gains nothing."""
+    if cfg.engine == "huggingface" and cfg.data.packs and cfg.model.flash_attn not in ("fa2", "fa3"):
+        yield (
+            "packing: without flash_attn: fa2 or fa3 attention of the Hugging Face engine still does the work of a whole packed row "
+            "for each row in it: keep micro-batches small"
+        )
+    by_tokens = cfg.train.max_tokens_per_microbatch is not None or (cfg.data.packs and cfg.stage == "sft")
+    if by_tokens and "per_device_eval_batch_size" in cfg.given:
+        yield "per_device_eval_batch_size: how many rows an evaluation reads at once; tokens decide its micro-batches"
     if cfg.stage == "grpo" and cfg.train.max_tokens_per_microbatch is not None and "per_device_train_batch_size" in cfg.given:
         yield "per_device_train_batch_size has no effect: max_tokens_per_microbatch decides the micro-batches of stage grpo"
 
@@ -51,7 +59,7 @@ def _neat_packing(cfg: RunConfig) -> Iterator[Finding]:
             "neat_packing: false would let packed rows see each other, so that a row's loss depends on its neighbours; "
             "rows are always kept apart here: leave it out",
         )
-    if data.neat_packing and "packing" in cfg.given and not data.packing:
+    if data.neat_packing and data.packing is False:
         yield ("packing", "neat_packing"), "neat_packing: true packs rows, and packing is false: write packing: true, or leave both out"
 
 

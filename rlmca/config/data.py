@@ -15,8 +15,8 @@ class DataConfig:
     eval_dataset: list[str] = option([], "Evaluation sets, written like dataset.")
     dataset_dir: str = option("data", "Folder with dataset_info.json and the files it names.")
     cutoff_len: int = option(2048, "Longest supervised row in tokens; longer rows are cut.", at_least=2)
-    packing: bool = option(
-        False,
+    packing: bool | None = option(
+        None,
         "Rows behind each other instead of padded. Each still sees itself alone, so no number changes. In stage sft rows are "
         "put together up to cutoff_len tokens, and batch sizes count such packs.",
     )
@@ -34,4 +34,4 @@ class DataConfig:
     @property
     def packs(self) -> bool:
         """Whether rows are packed."""
-        return self.packing or bool(self.neat_packing)
+        return bool(self.packing or self.neat_packing)

@@ -23,6 +23,8 @@ MIN_LR_SCHEDULERS = ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr"
 _SCHEDULERS_LATER = {
     k: f"{k}: follows the loss, which is not in this version; write cosine, linear or constant" for k in ("reduce_lr_on_plateau", "greedy")
 }
+_LARGEST_SCALE = 2.0**126
+"""So that the factor and one over it are numbers of float32."""
 _STRATEGIES = ("no", "steps", "epoch")
 _STRATEGIES_LATER = {"best": "best: not in this version; write steps or epoch with load_best_model_at_end: true"}
 
@@ -59,9 +61,13 @@ class TrainConfig:
     max_grad_norm: float = option(1.0, "Global gradient norm is clipped to this; 0: no clipping.", at_least=0)
     bf16: bool = option(False, "Compute in bfloat16 with float32 master weights; otherwise float32.")
     fp16: bool = option(False, "Compute in float16 with float32 master weights and a scaled loss; excludes bf16.")
-    loss_scale: float | None = option(None, "fp16: constant factor of the loss; not set or 0: found by itself.", at_least=0)
-    initial_loss_scale: float = option(65536.0, "fp16: factor that a run starts with (2^32 in Megatron-LM).", above=0)
-    min_loss_scale: float = option(1.0, "fp16: the factor never falls below this.", above=0)
+    loss_scale: float | None = option(
+        None, "fp16: constant factor of the loss; not set or 0: found by itself.", at_least=0, at_most=_LARGEST_SCALE
+    )
+    initial_loss_scale: float = option(
+        65536.0, "fp16: factor that a run starts with (2^32 in Megatron-LM).", at_least=1 / _LARGEST_SCALE, at_most=_LARGEST_SCALE
+    )
+    min_loss_scale: float = option(1.0, "fp16: the factor never falls below this.", at_least=1 / _LARGEST_SCALE, at_most=_LARGEST_SCALE)
     loss_scale_window: int = option(1000, "fp16: the factor doubles after so many steps without an overflow.", at_least=1)
     hysteresis: int = option(2, "fp16: the factor is halved from so many overflows on, counted since it last doubled.", at_least=1)
     use_cpu: bool = option(False, "Hide CUDA devices and train on the CPU.")

@@ -55,7 +55,9 @@ def load_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None,
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
         chunk.load_state_dict(state[key])
     if stored is not None:
+        _forget_constant_scale(state["optimizer"])
         stored.load_state_dict(state["optimizer"])
+        _keep_above_minimum(stored)
     elif optimizer is not None:
         _begin_anew(optimizer)
     own = path / f"rng-{parallel.rank}.pt"
@@ -63,6 +65,21 @@ def load_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None,
     if rng.get("layout") == _layout(parallel):
         torch.set_rng_state(rng["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+
+
+def _forget_constant_scale(state: Any) -> None:
+    """A constant loss scale saves nothing, and a dynamic one cannot begin from that: it starts as in a new run."""
+    for part in state.values() if isinstance(state, dict) and "grad_scaler" not in state else [state]:
+        if isinstance(part, dict) and not part.get("grad_scaler", True):
+            del part["grad_scaler"]
+
+
+def _keep_above_minimum(optimizer: Any) -> None:
+    """The run's own least loss scale holds for a stored one too."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        scaler: Any = getattr(part, "grad_scaler", None)
+        if hasattr(scaler, "min_scale"):
+            scaler._scale = scaler._scale.clamp(min=float(scaler.min_scale))
 
 
 def _make_moments(optimizer: Any) -> None:

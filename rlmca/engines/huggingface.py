@@ -30,6 +30,7 @@ from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
 from rlmca.transfer.module import ModuleWeights
+from rlmca.transfer.narrow import check_fits
 from rlmca.transfer.source import read_hf_config
 from rlmca.types import Batch, batch_of_examples
 
@@ -47,6 +48,8 @@ class HuggingFaceEngine:
         self.folder, self.parallel, self.options = folder, parallel, options
         self.module: PreTrainedModel = build_module(folder, options, fresh=fresh)
         self._hf_config = read_hf_config(folder)
+        for name, parameter in self.module.named_parameters() if options.loss_scale else ():
+            check_fits(name, parameter, torch.float16)
         half = torch.bfloat16 if options.bf16 else torch.float16 if options.loss_scale else None
         self._plain = TokenLogProbs(self.module, autocast=half)
         if options.packing and not self._plain.keeps_borders():
@@ -163,7 +166,8 @@ class HuggingFaceEngine:
     def weights(self) -> ModuleWeights:
         """See `Engine.weights`."""
         self._offload.check()
-        return ModuleWeights(self.module, self._hf_config, dist.group.WORLD if self.parallel.world_size > 1 else None)
+        group = dist.group.WORLD if self.parallel.world_size > 1 else None
+        return ModuleWeights(self.module, self._hf_config, group, self._offload.check)
 
     def offload(self) -> int:
         """See `Engine.offload`."""

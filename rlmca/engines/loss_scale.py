@@ -68,12 +68,16 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {"scaler": self._scaler.state_dict(), "patience": self._patience}
+        return {"scaler": self._scaler.state_dict(), "patience": self._patience, "constant": self.options.constant is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; rules and a constant factor stay the run's own."""
+        """Go on from what `state_dict` gave; rules and a constant factor stay the run's own.
+
+        What a constant factor left says nothing about a dynamic one, which starts as in a new run.
+        """
+        if self.options.constant is not None or state["constant"]:
+            return
         kept = {name: state["scaler"][name] for name in ("scale", "_growth_tracker")}
-        if self.options.constant is not None:
-            kept["scale"] = self.options.constant
+        kept["scale"] = max(kept["scale"], self.options.minimum)
         self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})
         self._patience = int(state["patience"])

@@ -202,6 +202,7 @@ class MegatronEngine:
                 params=self._parameters(),
                 rank_of=lambda coord: self.parallel.rank_of(coord.tp, coord.pp),
                 group=dist.group.WORLD if self.parallel.world_size > 1 else None,
+                readable=self._offload.check,
             )
         return self._weights
 

@@ -83,14 +83,14 @@ def micro_batches(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[Mi
     multiple = (parallel.tp_size if cutting.sequence_parallel else 1) * context
     lengths = [_round_up(n, context if cutting.packed else multiple) for n in batch.length_B.tolist()]
     units = _units(batch)
-    own = _cut(batch, units, lengths, cutting, 1)
+    fixed = parallel.pp_size > 1
+    widest = max(lengths, default=multiple)
+    own = _cut(batch, units, lengths, cutting, widest if fixed else 0)
     number = int(parallel.dp_max(torch.tensor([len(own)], device=parallel.device)).item())
     if parallel.vpp_size > 1:  # an interleaved schedule goes through its chunks with as many micro-batches as stages at a time
         number = _round_up(number, parallel.pp_size)
-    if len(own) < number:
-        own = _cut(batch, units, lengths, cutting, number)
+    own = _split_further(own, _costs(batch, units, cutting.cost), number)
     rows = [[row for unit in piece for row in units[unit]] for piece in own]
-    fixed = parallel.pp_size > 1
     if cutting.packed:
         width = max(_round_up(sum(lengths[r] for r in piece), multiple) for piece in rows) if fixed else 0
         return [_pack(batch, piece, [lengths[r] for r in piece], multiple, width, parallel) for piece in rows]
@@ -99,30 +99,37 @@ def micro_batches(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[Mi
     return [_pad(batch, piece, max(width, *(lengths[r] for r in piece), multiple), max(height, len(piece)), parallel) for piece in rows]
 
 
-def _cut(batch: Batch, units: Sequence[list[int]], lengths: Sequence[int], cutting: Cutting, at_least: int) -> list[list[int]]:
-    """Unit numbers of each micro-batch, at least so many, in the order of their first units."""
+def _cut(batch: Batch, units: Sequence[list[int]], lengths: Sequence[int], cutting: Cutting, width: int) -> list[list[int]]:
+    """Unit numbers of each micro-batch, in the order of their first units; padded rows become at least `width` wide."""
     if cutting.max_tokens is None:
-        pieces = [list(range(i, min(i + cutting.rows, len(units)))) for i in range(0, len(units), cutting.rows)]
-    elif cutting.packed:
-        sizes = [sum(lengths[row] for row in unit) for unit in units]
-        pieces = fitting_partition(_costs(batch, units, cutting.cost), sizes, cutting.max_tokens, at_least=at_least)
-    else:
-        pieces = _by_length(units, lengths, cutting.max_tokens)
-    filled = sorted(piece for piece in pieces if piece)
-    return filled + [[] for _ in range(at_least - len(filled))]
+        return [list(range(i, min(i + cutting.rows, len(units)))) for i in range(0, len(units), cutting.rows)]
+    if not cutting.packed:
+        return sorted(_by_length(units, lengths, cutting.max_tokens, width))
+    sizes = [sum(lengths[row] for row in unit) for unit in units]
+    return sorted(piece for piece in fitting_partition(_costs(batch, units, cutting.cost), sizes, cutting.max_tokens) if piece)
 
 
-def _by_length(units: Sequence[list[int]], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _by_length(units: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, width: int) -> list[list[int]]:
     """Units of about equal length together, rows x longest within `max_tokens`; a unit beyond that is by itself."""
     pieces: list[list[int]] = []
     rows = longest = 0
     for unit in sorted(range(len(units)), key=lambda u: (-max(lengths[row] for row in units[u]), u)):
         if not pieces or (rows + len(units[unit])) * longest > max_tokens:
             pieces.append([])
-            rows, longest = 0, max(lengths[row] for row in units[unit])  # the first of a piece is its longest
+            rows, longest = 0, max(width, *(lengths[row] for row in units[unit]))  # the first of a piece is its longest
         pieces[-1].append(unit)
         rows += len(units[unit])
     return [sorted(piece) for piece in pieces]
+
+
+def _split_further(pieces: list[list[int]], costs: Sequence[float], number: int) -> list[list[int]]:
+    """`number` pieces: the dearest that can be split is, again and again; then empty ones follow. What fitted still fits."""
+    pieces = list(pieces)
+    while len(pieces) < number and (several := [piece for piece in pieces if len(piece) > 1]):
+        dearest = max(several, key=lambda piece: sum(costs[unit] for unit in piece))
+        pieces.remove(dearest)
+        pieces += [[dearest[i] for i in half] for half in partition([costs[unit] for unit in dearest], 2)]
+    return sorted(pieces) + [[] for _ in range(number - len(pieces))]
 
 
 def _pad(batch: Batch, piece: list[int], width: int, height: int, parallel: Parallel) -> MicroBatch:

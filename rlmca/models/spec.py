@@ -28,7 +28,7 @@ def choose_spec(transformer_impl: str) -> Spec:
     return "te" if usable and transformer_impl != "local" else "local"
 
 
-def kernel_errors(options: BuildOptions) -> list[str]:
+def kernel_errors(options: BuildOptions, *, packing: bool = False) -> list[str]:
     """What this machine lacks for the kernels that the options ask for, or what excludes them."""
     errors = []
     spec: Spec = "local"
@@ -49,6 +49,11 @@ def kernel_errors(options: BuildOptions) -> list[str]:
         errors.append(
             "masked_softmax_fusion: false is for torch's attention, and Transformer Engine's is always fused; "
             "write transformer_impl: local, or leave masked_softmax_fusion out"
+        )
+    if spec == "te" and packing and options.context_parallel > 1 and options.cp_comm_type == "all_gather":
+        errors.append(
+            "packing with context_parallel_size above 1: Transformer Engine does not gather keys of packed rows; "
+            "write cp_comm_type: a2a, or transformer_impl: local"
         )
     return errors
 

@@ -50,19 +50,12 @@ def partition(costs: Sequence[float], bins: int) -> list[list[int]]:
     return [sorted(items) for items in result]
 
 
-def fitting_partition(costs: Sequence[float], sizes: Sequence[int], capacity: int, *, at_least: int = 1) -> list[list[int]]:
-    """The same with as few bins, but `at_least` so many, as keep every bin's summed size within `capacity`.
-
-    An item larger than that gets a bin for itself. More bins than items leaves the last ones empty.
-    """
+def fitting_partition(costs: Sequence[float], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """The same with as few bins as keep every bin's summed size within `capacity`. A larger item gets a bin for itself."""
     large = [i for i, size in enumerate(sizes) if size > capacity]
     small = [i for i, size in enumerate(sizes) if size <= capacity]
-    least = max(-(-sum(sizes[i] for i in small) // capacity), at_least - len(large))
-    for bins in range(least, len(small) + 1):
+    for bins in range(-(-sum(sizes[i] for i in small) // capacity), len(small) + 1):
         parts = [[small[i] for i in part] for part in partition([costs[i] for i in small], bins)]
         if all(sum(sizes[i] for i in part) <= capacity for part in parts):
             break
-    else:
-        parts = [[i] for i in small]
-    parts += [[i] for i in large]
-    return parts + [[] for _ in range(at_least - len(parts))]
+    return parts + [[i] for i in large]

@@ -80,14 +80,16 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
 
 def _kernel_errors(cfg: RunConfig) -> list[str]:
     megatron = cfg.megatron
-    if megatron.masked_softmax_fusion and not megatron.apply_rope_fusion and megatron.transformer_impl != "transformer_engine":
+    split_packs = cfg.data.packs and megatron.context_parallel_size > 1
+    asks = megatron.apply_rope_fusion or not megatron.masked_softmax_fusion or megatron.transformer_impl == "transformer_engine"
+    if not asks and not split_packs:
         return []
     quiet_megatron()
     # Imported here because megatron takes seconds and most runs ask for no special kernel.
     from rlmca.engines.megatron_setup import engine_options
     from rlmca.models.spec import kernel_errors
 
-    return kernel_errors(engine_options(cfg).build)
+    return kernel_errors(engine_options(cfg).build, packing=cfg.data.packs)
 
 
 def _additional_errors(cfg: RunConfig, layout: ModelLayout, topology: Topology) -> list[str]:

@@ -20,6 +20,8 @@ from rlmca.run.signals import StopSignal
 from rlmca.workers import Ranks
 
 STATE_FILE = "run_state.json"
+_SKIPS = 10
+"""Steps without an update, one after the other, after which the run says so."""
 
 
 class Resumable(Protocol):
@@ -77,6 +79,7 @@ class Session:
         prepare_output_dir(cfg, parallel.is_main, resuming=self.resume_from is not None)
         self.reached = False
         """True once an evaluation reached `stop_value`: the run is done before its last step."""
+        self._skips = 0
         self._stop = StopSignal()
         self._ending = False
         self._interval: list[Mapping[str, float]] = []
@@ -168,6 +171,7 @@ class Session:
     def log(self, step: int, metrics: Mapping[str, float], *, epoch: float, tokens: int) -> None:
         """Count a step's tokens and, at logging steps, write the averages since the last line (maxima of `*_max`)."""
         self.tokens += tokens
+        self._watch_skips(step, metrics)
         self._interval.append(metrics)
         if "loss" in metrics:
             self._losses.append(metrics["loss"])
@@ -178,6 +182,12 @@ class Session:
         merged["lr"] = metrics["lr"]
         self._last = merged
         self._write(step, merged, epoch)
+
+    def _watch_skips(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._skips = self._skips + 1 if metrics.get("skipped", 0.0) >= 1.0 else 0
+        if self._skips and self._skips % _SKIPS == 0 and self.parallel.is_main:
+            why = "gradients overflow in float16: the loss scale is coming down" if metrics.get("overflow") else "see loss and grad_norm"
+            note(f"warning: no weight has moved in the last {self._skips} steps, up to step {step}, all of them were skipped ({why})")
 
     def log_eval(self, step: int, metrics: Mapping[str, float], *, epoch: float) -> None:
         """Write the metrics of an evaluation, named `eval_…`, and remember the best one."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlmca.layouts.boxes import Shape
 from rlmca.transfer.hf_folder import DTYPES, INDEX, SINGLE
+from rlmca.transfer.narrow import check_fits
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -58,6 +59,7 @@ class HFWriter:
             raise ValueError(f"got {name} to write, expected {expected}")
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {self._shapes[name]}")
+        check_fits(name, tensor, self.dtype)
         number = self._queue[self._at][0]
         if self._file is None or (self._at and self._queue[self._at - 1][0] != number):
             self._close_file()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rlmca.layouts import Coord, ModelLayout, ParamPlan, Topology
 from rlmca.layouts.boxes import Box, volume
-from rlmca.transfer.hf_folder import HFFolder, HFFolderError, check_tensors, open_hf_folder
+from rlmca.transfer.hf_folder import HFFolder, check_tensors, open_hf_folder
+from rlmca.transfer.narrow import check_fits
 
 
 def load_ranks(folder: str | Path | HFFolder, layout: ModelLayout, topology: Topology, coord: Coord, params: Mapping[str, Tensor]) -> None:
@@ -37,8 +37,7 @@ def _load(folder: HFFolder, layout: ModelLayout, plan: Mapping[str, ParamPlan], 
             target.zero_()
         for copy in param.copies:
             part = folder.read(copy.hf, copy.src)
-            if target.dtype == torch.float16 and part.numel() and (top := float(part.abs().max())) > torch.finfo(torch.float16).max:
-                raise HFFolderError(f"{copy.hf} holds {top:g}, more than float16 can (65504): write bf16: true instead of fp16: true")
+            check_fits(copy.hf, part, target.dtype)
             target[index(copy.dst)].copy_(part)
 
 

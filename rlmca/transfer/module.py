@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ class ModuleWeights:
     module: nn.Module
     hf_config: Mapping[str, Any]
     group: dist.ProcessGroup | None = None
+    readable: Callable[[], None] = lambda: None
+    """Raises while the parameters have no memory; see `LiveWeights`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -36,7 +38,9 @@ class ModuleWeights:
     def tensors(self, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
         """See `Weights`. Nothing is sent: `dst_rank` has them all."""
         if self.group is None or dist.get_rank() == dst_rank:
-            yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+            for name, parameter in self.module.named_parameters():
+                self.readable()
+                yield name, parameter.detach()
 
 
 def copy_to_module(stream: Iterable[tuple[str, Tensor]], module: nn.Module) -> None:

@@ -86,6 +86,8 @@ class LiveWeights:
     rank_of: Callable[[Coord], int] = lambda coord: 0
     group: dist.ProcessGroup | None = None
     bucket_bytes: int = 64 << 20
+    readable: Callable[[], None] = lambda: None
+    """Raises while the tensors have no memory (an engine that is offloaded): reading them then would end the process."""
     buckets: list[list[_Target]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class LiveWeights:
 
     def with_params(self, params: Mapping[str, Tensor]) -> LiveWeights:
         """The same plan over other tensors of the same names and shapes, such as gradients."""
-        return LiveWeights(self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes)
+        return LiveWeights(self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes, self.readable)
 
     @property
     def hf_config(self) -> Mapping[str, Any]:
@@ -146,6 +148,7 @@ def hf_tensors(weights: LiveWeights, dst_rank: int = 0) -> Iterator[tuple[str, T
 def _local(weights: LiveWeights) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
         for target in bucket:
+            weights.readable()
             yield target.name, _assemble(weights, target, lambda piece: weights.params[piece.param].detach()[piece.at])
 
 
@@ -160,6 +163,7 @@ def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Te
 
 def _send(weights: LiveWeights, rank: int, dst_rank: int) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
+        weights.readable()
         mine = [weights.params[p.param].detach()[p.at].reshape(-1) for target in bucket for p in target.pieces if p.owner == rank]
         if mine:
             dist.send(torch.cat(mine), dst_rank, group=weights.group)
@@ -187,6 +191,7 @@ def _receive(weights: LiveWeights, rank: int) -> Iterator[tuple[str, Tensor]]:
             return flat[piece.owner][start : start + piece.numel].view(piece.shape)
 
         for target in bucket:
+            weights.readable()
             yield target.name, _assemble(weights, target, part)
 
 

@@ -303,3 +303,54 @@ def test_a_resumed_run_goes_on_with_factor_and_count(layout: Any, folder: Path, 
         assert rank["whole"] == rank["resumed"] and rank["same"]
         scales = [m["loss_scale"] for m in rank["whole"]]
         assert len(set(scales)) > 1 and scales[0] < own["initial"], "a new factor would show"
+
+
+def scale_after_resume(folder: Path, layout: Any, checkpoint: Path, first: dict[str, Any], then: dict[str, Any]) -> float:
+    """The factor of the first step of a run with `then`, resumed from one with `first`."""
+
+    def engine_with(own: dict[str, Any]) -> Any:
+        scaled = dataclasses.replace(layout, loss_scale=own) if isinstance(layout, Layout) else {**layout, "loss_scale": own}
+        return engine_on_rank(folder, scaled)
+
+    engine = engine_with(first)
+    engine.train_batch(random_batch(), SftLoss(), 1e-3)
+    engine.save(checkpoint)
+    again = engine_with(then)
+    again.load(checkpoint)
+    return float(again.train_batch(random_batch(), SftLoss(), 1e-3)["loss_scale"])
+
+
+@pytest.mark.parametrize("layout", [half("one"), {"dp": 1}], ids=["megatron", "huggingface"])
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        ({"constant": 64.0}, {"initial": 4096.0}, 4096.0),
+        ({"initial": 4096.0}, {"constant": 64.0}, 64.0),
+        ({"initial": 512.0}, {"initial": 2048.0, "minimum": 1024.0}, 1024.0),
+    ],
+    ids=["constant_to_dynamic", "dynamic_to_constant", "below_the_minimum"],
+)
+def test_a_run_resumed_under_another_rule_follows_its_own(
+    layout: Any, first: dict[str, Any], then: dict[str, Any], expected: float, folder: Path, tmp_path: Path
+) -> None:
+    assert scale_after_resume(folder, layout, tmp_path / "checkpoint", first, then) == expected
+
+
+def test_weights_that_float16_cannot_hold_are_refused_by_name_everywhere(tmp_path: Path) -> None:
+    """Cast without a look they would be inf, and an exported model would be broken without a word."""
+    from rlmca.transfer.convert import rewrite_hf
+    from rlmca.transfer.hf_folder import HFFolderError
+
+    model = make_model("qwen3_untied")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = 1e5
+    model.save_pretrained(tmp_path / "large")
+    words = "model.layers.0.input_layernorm.weight holds 100000, more than float16 can"
+    with pytest.raises(HFFolderError, match=words):
+        rewrite_hf(tmp_path / "large", tmp_path / "half", torch.float16)
+    assert not (tmp_path / "half").exists()
+    with pytest.raises(HFFolderError, match=words):
+        engine_on_rank(tmp_path / "large", {"dp": 1, "loss_scale": {}})
+    with pytest.raises(HFFolderError, match=words):
+        make_engine(tmp_path / "large", half("one"))
+    rewrite_hf(tmp_path / "large", tmp_path / "wide", torch.bfloat16)

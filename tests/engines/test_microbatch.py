@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,17 +15,20 @@ from rlmca.engines.microbatch import Cutting, micro_batches, shares
 from rlmca.engines.step import gathered_outputs
 from rlmca.parallel.balance import RowCost
 from rlmca.parallel.groups import Parallel
-from rlmca.types import Batch
+from rlmca.types import Batch, batch_of_examples
 from tests.helpers.engine import random_batch
 
 ALONE = Parallel(rank=0, world_size=1, device=torch.device("cpu"))
 
 
+@dataclass(frozen=True)
 class Place(Parallel):
-    """A rank of a larger world whose peers need no more micro-batches than it does; these tests have one process."""
+    """A rank of a larger world, one of whose peers needs `peer` micro-batches; these tests have one process."""
+
+    peer: int = 0
 
     def dp_max(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+        return values.clamp(min=self.peer)
 
 
 def place(**sizes: int) -> Parallel:
@@ -52,15 +56,17 @@ def test_any_cut_holds_every_token_once(seed: int) -> None:
         cost=RowCost(draw.random()),
         sequence_parallel=draw.random() < 0.5,
     )
-    parallel = place(tp_size=draw.choice([1, 2]), cp_size=draw.choice([1, 2, 3]), pp_size=draw.choice([1, 2]), vpp_size=draw.choice([1, 2]))
+    sizes = {"tp_size": draw.choice([1, 2]), "cp_size": draw.choice([1, 2, 3]), "pp_size": draw.choice([1, 2])}
+    parallel = place(peer=draw.randint(0, 8), vpp_size=draw.choice([1, 2]), **sizes)
     if parallel.pp_size == 1:
         parallel = replace(parallel, vpp_size=1)
     pieces = micro_batches(batch, cutting, parallel)
     assert sorted(sum((piece.numbers for piece in pieces), [])) == list(range(len(batch)))
     context = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     multiple = context * (parallel.tp_size if cutting.sequence_parallel else 1)
-    if parallel.vpp_size > 1:
-        assert len(pieces) % parallel.pp_size == 0
+    alone = len(micro_batches(batch, cutting, replace(parallel, peer=0, vpp_size=1)))
+    expected = max(alone, parallel.peer)
+    assert len(pieces) == (math.ceil(expected / parallel.pp_size) * parallel.pp_size if parallel.vpp_size > 1 else expected)
     if parallel.pp_size > 1:
         assert len({piece.ids_BT.shape for piece in pieces}) == 1
     targets = []
@@ -75,7 +81,7 @@ def test_any_cut_holds_every_token_once(seed: int) -> None:
                 assert (end - begin) % context == 0 and end - begin >= real
                 assert torch.equal(piece.ids_BT[0, begin : begin + real], batch.ids_BT[row, :real]), number
                 assert torch.equal(piece.mask_BT[0, begin : begin + real], batch.mask_BT[row, :real])
-        elif tokens is not None and len(piece.numbers) > 1 and parallel.pp_size == 1 and batch.unit_B is None:
+        elif tokens is not None and len(piece.numbers) > 1 and batch.unit_B is None:
             assert piece.ids_BT.numel() <= tokens
         if batch.unit_B is not None:
             for row in piece.numbers:
@@ -109,6 +115,29 @@ def test_a_short_sequence_is_padded_to_what_ranks_can_split() -> None:
         (piece,) = micro_batches(batch, Cutting(rows=1, packed=packed, sequence_parallel=True), place(tp_size=2, cp_size=8))
         assert piece.ids_BT.shape == (1, 32) and int(piece.mask_BT.sum()) == 2
         assert int(piece.rows.length_B.sum()) == 3, "token counts leave pads out"
+
+
+def test_one_long_row_does_not_make_every_padded_piece_of_a_pipeline_large() -> None:
+    """Stages exchange pieces of one shape: as wide as the longest row, and then only as high as the budget allows."""
+    lengths = [512, 400] + [16] * 32 + [60] * 8
+    batch = batch_of_examples([[1] * n for n in lengths], [[True] * n for n in lengths])
+    pieces = micro_batches(batch, Cutting(rows=1, max_tokens=1024), place(pp_size=2))
+    assert {piece.ids_BT.shape for piece in pieces} == {(2, 512)} and len(pieces) == 21
+
+
+def test_a_second_cut_never_makes_more_pieces_than_were_agreed() -> None:
+    """Bins of equal cost do not always fit where fewer did: rows for which a new partition into one more bin overflows."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        capacity = draw.choice([128, 256, 512])
+        lengths = [max(2, min(capacity, int(draw.lognormvariate(draw.uniform(2, 5), 1.2)))) for _ in range(draw.randint(8, 30))]
+        batch = batch_of_examples([[1] * n for n in lengths], [[True] * n for n in lengths])
+        cutting = Cutting(rows=1, max_tokens=capacity, packed=True, cost=RowCost(0.05))
+        own = len(micro_batches(batch, cutting, ALONE))
+        for more in range(3):
+            pieces = micro_batches(batch, cutting, place(peer=own + more))
+            assert len(pieces) == own + more, seed
+            assert all(piece.ids_BT.numel() <= capacity for piece in pieces)
 
 
 def test_a_unit_that_exceeds_the_budget_is_by_itself() -> None:

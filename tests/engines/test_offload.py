@@ -41,6 +41,7 @@ def steps(folder: Path, layout: Layout | None, between: bool) -> Any:
         metrics.append(group.train_batch(batch, SftLoss(), learning_rate(step)))
         if between:
             weights = sum(p.numel() * p.element_size() for p in (engine.module if layout is None else engine.chunks[0]).parameters())
+            before = engine.weights()
             freed.append((engine.offload(), weights))
             assert engine.offload() == 0, "twice is once"
             with pytest.raises(RuntimeError, match="call onload"):
@@ -49,6 +50,9 @@ def steps(folder: Path, layout: Layout | None, between: bool) -> Any:
                 group.train_batch(batch, SftLoss(), 0.0)
             with pytest.raises(RuntimeError, match="call onload"):
                 engine.weights()
+            if engine.parallel.rank == 0:
+                with pytest.raises(RuntimeError, match="call onload"):
+                    next(before.tensors())
             engine.onload()
             engine.onload()
     return metrics, group.log_probs(random_batch()).logp_BT, freed

@@ -22,14 +22,14 @@ def test_every_item_is_in_one_bin_and_bins_are_even(costs: list[int], bins: int)
     assert max(loads) - min(loads) <= max(costs, default=0), "moving one item could not make it more even than that"
 
 
-@given(sizes, st.integers(1, 60), st.integers(1, 6))
-def test_capacity_holds_for_all_but_single_large_items(items: list[int], capacity: int, at_least: int) -> None:
-    parts = fitting_partition([float(s) for s in items], items, capacity, at_least=at_least)
-    assert len(parts) >= at_least and sorted(sum(parts, [])) == list(range(len(items)))
+@given(sizes, st.integers(1, 60))
+def test_capacity_holds_for_all_but_single_large_items(items: list[int], capacity: int) -> None:
+    parts = fitting_partition([float(s) for s in items], items, capacity)
+    assert sorted(sum(parts, [])) == list(range(len(items)))
     for part in parts:
         assert sum(items[i] for i in part) <= capacity or len(part) == 1
     filled = sum(1 for part in parts if part)
-    assert filled <= max(at_least, 2 * -(-sum(items) // capacity) + 1), "no more bins than half filled ones would need"
+    assert filled <= 2 * -(-sum(items) // capacity) + 1, "no more bins than half filled ones would need"
 
 
 def test_long_rows_count_more_than_their_tokens() -> None:

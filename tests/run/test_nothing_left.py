@@ -63,3 +63,12 @@ def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "file" / "out")}
     with pytest.raises(OutputDirError, match="cannot be made"):
         prepare_output_dir(make_config(values, env=Environment(use_mca=True)))
+
+
+def test_steps_that_move_nothing_are_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = session(tmp_path, 40)
+    with run:
+        for step in run.steps():
+            run.log(step, {"loss": 1.0, "lr": 0.1, "skipped": float(4 <= step < 25), "overflow": 1.0}, epoch=0.0, tokens=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no weight has moved" in line]
+    assert len(lines) == 2 and "last 20 steps, up to step 23" in lines[1] and "loss scale" in lines[1]
