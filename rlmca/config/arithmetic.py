@@ -67,6 +67,13 @@ def layout_errors(cfg: RunConfig, world_size: int) -> list[str]:
     tensor, pipeline = cfg.megatron.tensor_model_parallel_size, cfg.megatron.pipeline_model_parallel_size
     context = cfg.megatron.context_parallel_size
     size = tensor * pipeline * context
+    experts = cfg.megatron.expert_model_parallel_size
+    split = tensor if cfg.megatron.expert_tensor_parallel_size is None else cfg.megatron.expert_tensor_parallel_size
+    if world_size % size == 0 and world_size % (experts * split * pipeline):
+        return [
+            f"world size {world_size} is not a multiple of expert tensor {split} x expert {experts} x pipeline {pipeline} = "
+            f"{experts * split * pipeline}; change NPROC_PER_NODE or the expert parallel sizes"
+        ]
     if world_size % size == 0:
         return []
     fix = f"set NPROC_PER_NODE={size}" if world_size < size else "change NPROC_PER_NODE or the parallel sizes"

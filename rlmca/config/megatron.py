@@ -23,6 +23,21 @@ class MegatronConfig:
     account_for_embedding_in_pipeline_split: bool = option(False, "The embedding takes the place of a layer in the first chunk.")
     account_for_loss_in_pipeline_split: bool = option(False, "The head takes the place of a layer in the last chunk.")
     context_parallel_size: int = option(1, "Ranks over which each sequence is split.", at_least=1)
+    expert_model_parallel_size: int = option(
+        1, "Groups of ranks that the experts of a layer are dealt out to. Takes ranks of tensor, context and data parallelism.", at_least=1
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None, "Ranks over which each expert is split; tensor_model_parallel_size when not set.", at_least=1
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather",
+        "How tokens reach experts on other ranks: allgather (all tokens to all) or alltoall (each to the ranks it chose).",
+        choices=("allgather", "alltoall"),
+        refused={k: f"{k}: not in this version; write alltoall" for k in ("flex", "alltoall_seq")},
+    )
+    moe_grouped_gemm: bool = option(
+        True, "All experts of a rank in one kernel, where Transformer Engine is; elsewhere one after the other, with the same result."
+    )
     cp_comm_type: str = option(
         "all_gather",
         "How context-parallel ranks see each other's tokens: all_gather (keys and values) or a2a (heads for tokens, Ulysses).",

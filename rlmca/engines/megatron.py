@@ -48,9 +48,12 @@ class MegatronEngine:
             tp=parallel.tp_size,
             pp=parallel.pp_size,
             vpp=parallel.vpp_size,
+            ep=parallel.ep_size,
+            etp=parallel.etp_size,
             **dataclasses.asdict(options.pipeline),
         )
-        self.coord = Coord(tp=parallel.tp_rank, pp=parallel.pp_rank)
+        block = parallel.rank_in_stage // parallel.tp_size % self.topology.blocks
+        self.coord = Coord(tp=parallel.tp_rank, pp=parallel.pp_rank, block=block)
         self.chunks = build_policy(layout, dataclasses.replace(options.build, init_weights=folder is None), self.topology, self.coord)
         if folder is not None:
             load_ranks(folder, layout, self.topology, self.coord, self._parameters())
@@ -89,6 +92,7 @@ class MegatronEngine:
             packed=self.options.packing,
             cost=row_cost(self.layout.hf_config),
             sequence_parallel=self.options.build.sequence_parallel,
+            uniform=self.parallel.ep_size > 1 and self.options.build.moe_token_dispatcher_type == "allgather",
         )
 
     # ---- training
@@ -200,7 +204,7 @@ class MegatronEngine:
                 topology=self.topology,
                 coord=self.coord,
                 params=self._parameters(),
-                rank_of=lambda coord: self.parallel.rank_of(coord.tp, coord.pp),
+                rank_of=lambda coord: self.parallel.rank_of(coord.tp, coord.pp, coord.block),
                 group=dist.group.WORLD if self.parallel.world_size > 1 else None,
                 readable=self._offload.check,
             )
@@ -214,7 +218,8 @@ class MegatronEngine:
         parts = getattr(self.optimizer, "chained_optimizers", [] if self.optimizer is None else [self.optimizer])
         keep = [tensor for chunk in self.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         keep += [tensor for part in parts if part.optimizer is not None for tensor in optimizer_tensors(part.optimizer)]
-        gradients = [buffer.grad_data for model in self.models if self.optimizer is not None for buffer in model.buffers]
+        wrapped = self.models if self.optimizer is not None else []
+        gradients = [buffer.grad_data for model in wrapped for buffer in (*model.buffers, *model.expert_parallel_buffers)]
         return self._offload.out(keep, gradients)
 
     def onload(self) -> None:

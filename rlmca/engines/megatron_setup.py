@@ -33,6 +33,8 @@ def run_topology(cfg: RunConfig, num_layers: int) -> Topology:
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
         vpp=virtual_stages(cfg),
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
         **dataclasses.asdict(pipeline_options(cfg)),
     )
 
@@ -51,6 +53,8 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
             sequence_parallel=megatron.sequence_parallel,
             context_parallel=megatron.context_parallel_size,
             cp_comm_type=megatron.cp_comm_type,  # type: ignore[arg-type]
+            moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,  # type: ignore[arg-type]
+            moe_grouped_gemm=megatron.moe_grouped_gemm,
             recompute_granularity=megatron.recompute_granularity,
             recompute_method=megatron.recompute_method,
             recompute_num_layers=megatron.recompute_num_layers,

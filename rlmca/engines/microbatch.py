@@ -33,6 +33,8 @@ class Cutting:
     cost: RowCost = RowCost()
     """What is balanced over ranks and micro-batches."""
     sequence_parallel: bool = False
+    uniform: bool = False
+    """All micro-batches of all data-parallel ranks have one shape: what some exchanges of tokens between them need."""
 
     @property
     def balanced(self) -> bool:
@@ -76,26 +78,26 @@ def micro_batches(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[Mi
 
     A rank that needs fewer than another gets pieces of zero weight, so that collectives match; they change neither
     loss nor gradient. Pipeline stages exchange tensors of one fixed shape: with several stages every piece is as large
-    as the largest, otherwise each is as wide as its own rows need. Context parallelism splits a sequence into 2 CP
-    chunks, sequence parallelism what a rank then holds of a row into TP.
+    as the largest, otherwise each is as wide as its own rows need (but see `Cutting.uniform`). Context parallelism splits
+    a sequence into 2 CP chunks, sequence parallelism what a rank then holds of a row into TP.
     """
     context = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     multiple = (parallel.tp_size if cutting.sequence_parallel else 1) * context
     lengths = [_round_up(n, context if cutting.packed else multiple) for n in batch.length_B.tolist()]
     units = _units(batch)
-    fixed = parallel.pp_size > 1
-    widest = max(lengths, default=multiple)
-    own = _cut(batch, units, lengths, cutting, widest if fixed else 0)
+    fixed, agreed = parallel.pp_size > 1 or cutting.uniform, parallel if cutting.uniform else None
+    widest = _largest([max(lengths, default=multiple)], agreed) if fixed else 0
+    own = _cut(batch, units, lengths, cutting, widest)
     number = int(parallel.dp_max(torch.tensor([len(own)], device=parallel.device)).item())
     if parallel.vpp_size > 1:  # an interleaved schedule goes through its chunks with as many micro-batches as stages at a time
         number = _round_up(number, parallel.pp_size)
     own = _split_further(own, _costs(batch, units, cutting.cost), number)
     rows = [[row for unit in piece for row in units[unit]] for piece in own]
     if cutting.packed:
-        width = max(_round_up(sum(lengths[r] for r in piece), multiple) for piece in rows) if fixed else 0
+        width = _largest([_round_up(sum(lengths[r] for r in piece), multiple) for piece in rows], agreed) if fixed else 0
         return [_pack(batch, piece, [lengths[r] for r in piece], multiple, width, parallel) for piece in rows]
-    width = max(max((lengths[r] for r in piece), default=multiple) for piece in rows) if fixed else 0
-    height = max(len(piece) for piece in rows) if fixed else 1
+    width = _largest([max((lengths[r] for r in piece), default=multiple) for piece in rows], agreed) if fixed else 0
+    height = _largest([len(piece) for piece in rows], agreed) if fixed else 1
     return [_pad(batch, piece, max(width, *(lengths[r] for r in piece), multiple), max(height, len(piece)), parallel) for piece in rows]
 
 
@@ -164,6 +166,12 @@ def _units(batch: Batch) -> list[list[int]]:
 def _costs(batch: Batch, units: Sequence[list[int]], cost: RowCost) -> list[float]:
     lengths = batch.length_B.tolist()
     return [sum(cost(lengths[row]) for row in unit) for unit in units]
+
+
+def _largest(numbers: Sequence[int], over: Parallel | None) -> int:
+    """The largest number, of all data-parallel ranks where these are given."""
+    top = max(numbers)
+    return top if over is None else int(over.dp_max(torch.tensor([top], device=over.device)).item())
 
 
 def _round_up(number: int, multiple: int) -> int:

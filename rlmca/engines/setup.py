@@ -29,6 +29,8 @@ def start_parallel(cfg: RunConfig, *, rank: int, world_size: int, local_rank: in
         pp=cfg.megatron.pipeline_model_parallel_size,
         cp=cfg.megatron.context_parallel_size,
         vpp=virtual_stages(cfg),
+        ep=cfg.megatron.expert_model_parallel_size,
+        etp=cfg.megatron.expert_tensor_parallel_size,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,

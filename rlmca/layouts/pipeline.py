@@ -13,13 +13,22 @@ from rlmca.layouts.topology import LayoutError, Topology
 
 
 def pipeline_topology(
-    num_layers: int, *, tp: int, pp: int, vpp: int = 1, embedding_counts: bool = False, loss_counts: bool = False, layout: str | None = None
+    num_layers: int,
+    *,
+    tp: int,
+    pp: int,
+    vpp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
+    layout: str | None = None,
 ) -> Topology:
     """The split of a model of `num_layers` layers. Raises LayoutError when they do not come out even."""
     if vpp == 1 and not embedding_counts and not loss_counts and layout is None:
-        return Topology(tp=tp, pp=pp)
+        return Topology(tp=tp, pp=pp, ep=ep, etp=etp)
     sizes = chunk_sizes(num_layers, pp, vpp, embedding_counts=embedding_counts, loss_counts=loss_counts, layout=layout)
-    return Topology(tp=tp, pp=pp, chunks=sizes)
+    return Topology(tp=tp, pp=pp, chunks=sizes, ep=ep, etp=etp)
 
 
 def chunk_sizes(

@@ -20,12 +20,14 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 class ParamPlan:
     """A parameter of one rank: its shape and the copies that fill it. Elements that no copy fills are padding (zero).
 
-    `axis` is the axis that tensor parallelism cuts, None where every tensor-parallel rank holds a copy.
+    `axis` is the axis that tensor parallelism cuts, None where every tensor-parallel rank holds a copy. `expert`: a part of
+    one expert, so the ranks of expert parallelism hold it, not those of tensor parallelism.
     """
 
     shape: Shape
     copies: tuple[Copy, ...]
     axis: int | None = None
+    expert: bool = False
 
 
 class Piece(NamedTuple):
@@ -76,7 +78,7 @@ class ModelLayout:
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and shape of every Hugging Face tensor, in the order of the model (no lm_head when tied)."""
-        return {name: shape for row, layer in self._rows_in_order() for name, shape in self._shapes(row, layer).items()}
+        return {name: shape for place in self._rows_in_order() for name, shape in self._shapes(*place).items()}
 
     def padded_vocab(self, topology: Topology) -> int:
         """Rows of the embedding over all ranks: the vocabulary rounded up to `vocab_multiple * tp`."""
@@ -87,6 +89,7 @@ class ModelLayout:
         """Raises LayoutError, with the numbers and what fits, when the model does not split over `topology`."""
         topology.chunk_layers(self.num_layers)
         self.check_width(topology)
+        self.check_experts(topology)
 
     def check_width(self, topology: Topology) -> None:
         """Raises LayoutError when a layer's heads or its feed-forward rows do not split over the tensor-parallel ranks."""
@@ -94,8 +97,9 @@ class ModelLayout:
         sizes = {
             "num_key_value_heads": int(config["num_query_groups"]),
             "num_attention_heads": int(config["num_attention_heads"]),
-            "intermediate_size": int(config["ffn_hidden_size"]),
         }
+        if any(not self.megatron.has_experts(layer) for layer in range(self.num_layers)):
+            sizes["intermediate_size"] = int(config["ffn_hidden_size"])
         for hf, size in sizes.items():
             if size % topology.tp:
                 fits = [tp for tp in range(1, topology.tp) if not any(n % tp for n in sizes.values())]
@@ -103,6 +107,24 @@ class ModelLayout:
                     f"tensor_model_parallel_size is {topology.tp}, but {hf} is {size} and does not split over {topology.tp} ranks "
                     f"(copies of KV heads: not in this version); use one of {fits}"
                 )
+
+    def check_experts(self, topology: Topology) -> None:
+        """Raises LayoutError when experts do not come out even over the expert-parallel ranks."""
+        experts = self.megatron.num_experts
+        if not experts:
+            if topology.ep > 1:
+                raise LayoutError(f"expert_model_parallel_size is {topology.ep}, but the model has no experts; leave it out")
+            return
+        if experts % topology.ep:
+            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+            raise LayoutError(f"expert_model_parallel_size is {topology.ep}, but {experts} experts do not split over it; use one of {fits}")
+        ffn = self._sizes["moe_ffn"]
+        if ffn % topology.expert_tp:
+            fits = [n for n in range(1, topology.expert_tp) if ffn % n == 0]
+            raise LayoutError(
+                f"expert_tensor_parallel_size is {topology.expert_tp}, but moe_intermediate_size is {ffn} and does not split over it; "
+                f"use one of {fits}"
+            )
 
     def check_context(self, topology: Topology, cp: int, exchange: str) -> None:
         """Raises LayoutError when context-parallel ranks cannot share out the heads that a tensor-parallel rank holds."""
@@ -144,34 +166,40 @@ class ModelLayout:
                     pieces[hf].append(Piece(place.coord, place.param, dst, src))
         return {name: HFPlan(shape, tuple(pieces[name])) for name, shape in self.hf_tensors().items()}
 
-    def _rows_in_order(self) -> Iterator[tuple[Row, int]]:
+    def _rows_in_order(self) -> Iterator[tuple[Row, int, int]]:
+        """(row, layer, expert) of every parameter in the order of the model; 0 where a row has none."""
         for at in ("first", "layer", "last"):
             for layer in range(self.num_layers) if at == "layer" else [0]:
-                yield from ((row, layer) for row in self.rows if row.at == at)
+                rows = [row for row in self.rows if row.at == at and (at != "layer" or row.of(self.megatron, layer))]
+                yield from ((row, layer, 0) for row in rows if not row.expert)
+                for expert in range(self.megatron.num_experts):
+                    yield from ((row, layer, expert) for row in rows if row.expert)
 
-    def _shapes(self, row: Row, layer: int) -> dict[str, Shape]:
-        return {name.format(l=layer): tuple(self._sizes[n] for n in shape) for name, shape in row.hf.items()}
+    def _shapes(self, row: Row, layer: int, expert: int) -> dict[str, Shape]:
+        return {name.format(l=layer, e=expert): tuple(self._sizes[n] for n in shape) for name, shape in row.hf.items()}
 
     def _places(self, topology: Topology, coords: Sequence[Coord]) -> Iterator[_Place]:
         self.check(topology)
         chunks = topology.chunk_layers(self.num_layers)
         home = {layer: (k, layer - held.start) for k, held in enumerate(chunks) for layer in held}
-        last = len(chunks) - 1
-        for row, layer in self._rows_in_order():
+        last, held_experts = len(chunks) - 1, self.megatron.num_experts // topology.ep
+        for row, layer, expert in self._rows_in_order():
             chunk, local = home[layer] if row.at == "layer" else (0 if row.at == "first" else last, 0)
             stage = chunk % topology.pp
-            places = {stage: in_chunk(row.name(self.spec, local), chunk, topology)}
+            places = {stage: in_chunk(row.name(self.spec, local, expert % max(held_experts, 1)), chunk, topology)}
             if row.megatron == EMBEDDING and self.megatron.tied and topology.pp > 1:
                 places[topology.pp - 1] = in_chunk(OUTPUT, last, topology)  # the last stage computes logits with its own copy
-            here = [c for c in coords if c.pp in places]
+            here = [c for c in coords if c.pp in places and (not row.expert or topology.expert_place(c)[1] == expert // held_experts)]
             if not here:
                 continue
-            shapes = self._shapes(row, layer)
-            groups = {"one": 1, "kv": self.megatron.config["num_query_groups"], "tp": topology.tp}[row.layout.groups]
+            shapes = self._shapes(row, layer, expert)
+            width = topology.expert_tp if row.expert else topology.tp
+            groups = {"one": 1, "kv": self.megatron.config["num_query_groups"], "tp": width}[row.layout.groups]
             tiles = list(interleave(shapes, groups))
-            first = next(iter(shapes.values()))
+            extent = next(iter(shapes.values()))
             rows = self.padded_vocab(topology) if row.layout.padded else sum(s[0] for s in shapes.values())
             for coord in here:
-                box = shard((rows, *first[1:]), row.layout.axis, topology.tp, coord.tp)
-                primary = coord.pp == stage and (row.layout.axis is not None or coord.tp == 0)
-                yield _Place(coord, places[coord.pp], ParamPlan(extents(box), tuple(cut(tiles, box)), row.layout.axis), primary)
+                place, _, first = topology.expert_place(coord) if row.expert else (coord.tp, 0, coord.block == 0)
+                box = shard((rows, *extent[1:]), row.layout.axis, width, place)
+                primary = coord.pp == stage and first and (row.layout.axis is not None or place == 0)
+                yield _Place(coord, places[coord.pp], ParamPlan(extents(box), tuple(cut(tiles, box)), row.layout.axis, row.expert), primary)

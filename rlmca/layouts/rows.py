@@ -47,10 +47,21 @@ class MegatronModel:
         """Whether the output head uses the embedding's weight."""
         return bool(self.model["share_embeddings_and_output_weights"])
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a mixture layer; 0 for a dense model."""
+        return int(self.config.get("num_moe_experts") or 0)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return bool(self.num_experts and self.config["moe_layer_freq"][layer])
+
     def sizes(self) -> dict[str, int]:
-        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head."""
+        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head; experts and moe_ffn."""
         c, head = self.config, int(self.config["kv_channels"])
+        mixture = {"experts": self.num_experts, "moe_ffn": c["moe_ffn_hidden_size"]} if self.num_experts else {}
         return {
+            **mixture,
             "vocab": self.model["vocab_size"],
             "hidden": c["hidden_size"],
             "ffn": c["ffn_hidden_size"],
@@ -65,13 +76,20 @@ def always(_: MegatronModel) -> bool:
     return True
 
 
+def every(_: MegatronModel, __: int) -> bool:
+    """Condition of a row that every layer has."""
+    return True
+
+
 @dataclass(frozen=True)
 class Row:
     """One Megatron parameter and the Hugging Face tensors in it.
 
     `hf` maps names to shapes in units of `MegatronModel.sizes()`. `{l}` in a name is the layer: of the whole model in
     Hugging Face names, of the stage in Megatron names. `te` is the Megatron name in Transformer Engine's
-    layer spec where it differs. `at`: on the first stage, on the stage of its layer, or on the last stage.
+    layer spec where it differs. `at`: on the first stage, on the stage of its layer, or on the last stage. `of` says
+    which layers have it. A row with `expert` is one parameter for each expert, `{e}` in names its number: of the whole
+    layer in Hugging Face names, of the rank in Megatron names; expert ranks split it instead of tensor-parallel ones.
     """
 
     megatron: str
@@ -80,7 +98,9 @@ class Row:
     at: Literal["first", "layer", "last"] = "layer"
     te: str | None = None
     when: Callable[[MegatronModel], bool] = always
+    of: Callable[[MegatronModel, int], bool] = every
+    expert: bool = False
 
-    def name(self, spec: Spec, layer: int) -> str:
-        """Parameter name under `spec`; `layer` counts inside the stage."""
-        return (self.te if spec == "te" and self.te else self.megatron).format(l=layer)
+    def name(self, spec: Spec, layer: int, expert: int = 0) -> str:
+        """Parameter name under `spec`; `layer` counts inside the stage, `expert` inside the rank."""
+        return (self.te if spec == "te" and self.te else self.megatron).format(l=layer, e=expert)

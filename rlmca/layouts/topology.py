@@ -1,7 +1,8 @@
-"""Where a rank sits in the model: tensor- and pipeline-parallel coordinates, and which layers a stage holds."""
+"""Where a rank sits in the model: tensor-, expert- and pipeline-parallel coordinates, and which layers a stage holds."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -11,15 +12,19 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Coord:
-    """Tensor-parallel and pipeline-parallel rank, both from 0. Data-parallel replicas share a coordinate."""
+    """Tensor-parallel and pipeline-parallel rank, both from 0, and which of the stage's tensor-parallel groups it is in, as far
+    as these hold different experts. Ranks that hold the same weights share a coordinate.
+    """
 
     tp: int = 0
     pp: int = 0
+    block: int = 0
 
 
 @dataclass(frozen=True)
 class Topology:
-    """How a model is split: `tp` tensor-parallel ranks, `pp` pipeline stages.
+    """How a model is split: `tp` tensor-parallel ranks, `pp` pipeline stages; experts are dealt out to `ep` groups of ranks
+    and each is split over the `etp` ranks of its group (None: `tp`).
 
     `chunks` are the layers of each chunk of the pipeline in the order of the model (see `layouts.pipeline`), a multiple of
     `pp` of them: chunk k lies on stage k mod pp. None: one chunk a stage, all equal. The vocabulary is padded to a multiple of
@@ -30,9 +35,11 @@ class Topology:
     pp: int = 1
     vocab_multiple: int = 1
     chunks: tuple[int, ...] | None = None
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vocab_multiple"):
+        for name in ("tp", "pp", "vocab_multiple", "ep", "expert_tp"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"Topology.{name} is {getattr(self, name)}; it must be 1 or more")
         if self.chunks is not None and (not self.chunks or len(self.chunks) % self.pp or min(self.chunks) < 0):
@@ -43,9 +50,28 @@ class Topology:
         """Chunks of a stage."""
         return 1 if self.chunks is None else len(self.chunks) // self.pp
 
+    @property
+    def expert_tp(self) -> int:
+        """Ranks over which an expert is split."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def blocks(self) -> int:
+        """Tensor-parallel groups of a stage that hold different experts.
+
+        Megatron numbers the ranks of a stage once as tensor-parallel groups and once as groups of `etp` x `ep`; after so
+        many of the former both begin anew together.
+        """
+        return math.lcm(self.tp, self.expert_tp * self.ep) // self.tp
+
     def coords(self) -> list[Coord]:
         """Every coordinate, stages outermost."""
-        return [Coord(tp, pp) for pp in range(self.pp) for tp in range(self.tp)]
+        return [Coord(tp, pp, block) for pp in range(self.pp) for block in range(self.blocks) for tp in range(self.tp)]
+
+    def expert_place(self, coord: Coord) -> tuple[int, int, bool]:
+        """(rank among those that split an expert, which group of experts, whether it is the first of the stage with both)."""
+        slot = coord.tp + self.tp * coord.block
+        return slot % self.expert_tp, slot // self.expert_tp % self.ep, slot < self.expert_tp * self.ep
 
     def layers_of(self, pp: int, num_layers: int, chunk: int = 0) -> range:
         """The layers (numbered in the whole model) of a chunk of stage `pp`. Raises LayoutError when they do not add up."""

@@ -41,6 +41,7 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         **_pipeline(topology),
         "context_parallel_size": options.context_parallel,
         "cp_comm_type": options.cp_comm_type if options.context_parallel > 1 else None,
+        **(_experts(layout, options, topology) if layout.megatron.num_experts else {}),
         "params_dtype": options.dtype,
         "pipeline_dtype": options.dtype,
         "bf16": options.dtype == torch.bfloat16,
@@ -70,6 +71,18 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
             f"the fields that work are {', '.join(HONOURED)}"
         )
     return TransformerConfig(**{**own, **run, **{name: value for name, value in options.additional_configs.items() if name in HONOURED}})
+
+
+def _experts(layout: ModelLayout, options: BuildOptions, topology: Topology) -> dict[str, Any]:
+    if layout.spec == "te" and not options.moe_grouped_gemm:
+        raise ValueError("moe_grouped_gemm: false is for torch's parts: with Transformer Engine write transformer_impl: local, or true")
+    return {
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.expert_tp,
+        "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "moe_grouped_gemm": layout.spec == "te",  # the one kernel for all experts is Transformer Engine's
+        "moe_router_load_balancing_type": "none",
+    }
 
 
 def _pipeline(topology: Topology) -> dict[str, Any]:
@@ -119,11 +132,15 @@ def _mark_shards(model: PolicyModel, layout: ModelLayout, topology: Topology, co
     Without them the gradient norm counts the shards of one rank only: the loss is right and clipping is wrong.
     """
     plans = layout.rank_plan(topology, coord)
-    for name, parameter in model.named_parameters():
-        axis = plans[in_chunk(name, coord.pp + topology.pp * chunk, topology)].axis
-        if axis is not None:
-            tensor: Any = parameter
-            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, axis, 1
+    parameters: Any = model.named_parameters()
+    for name, parameter in parameters:
+        plan, tensor = plans[in_chunk(name, coord.pp + topology.pp * chunk, topology)], parameter
+        if plan.axis is not None:
+            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, plan.axis, 1
+        if plan.expert and topology.expert_tp != topology.tp:
+            # without expert parallelism Megatron reduces the gradients of experts over the ranks that hold the same dense
+            # weights; with another tensor split these are not the ranks that hold the same part of an expert
+            tensor.allreduce = False
 
 
 def wrap_data_parallel(model: PolicyModel, options: DataParallelOptions, *, first: bool = True) -> DistributedDataParallel:

@@ -18,6 +18,10 @@ class BuildOptions:
     context_parallel: int = 1
     cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
     """How attention sees the tokens of other context-parallel ranks: keys and values gathered, or heads exchanged for tokens."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """How tokens reach their experts on other ranks."""
+    moe_grouped_gemm: bool = True
+    """All experts of a rank in one kernel; Transformer Engine's alone, torch's parts take them one by one."""
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None

@@ -7,14 +7,20 @@ from typing import Any, Literal
 
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlmca.models.attention import TorchCoreAttention, TorchRMSNorm
 from rlmca.models.options import BuildOptions
 from rlmca.parallel import platform
 
 Spec = Literal["local", "te"]
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # megatron-core 0.16.1 asks whether this is None, but defines it only where Transformer Engine is installed
+    moe_utils.te_general_gemm = None
 
 
 def choose_spec(transformer_impl: str) -> Spec:
@@ -64,11 +70,20 @@ def block_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None = Non
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    number, first = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
+    mixtures = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
+    made = {has_experts: _local_layer(config, bool(has_experts)) for has_experts in set(mixtures)}
+    specs = [made[has_experts] for has_experts in mixtures[first : first + number]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm)
+
+
+def _local_layer(config: TransformerConfig, has_experts: bool) -> Any:
+    experts = config.num_moe_experts if has_experts else None
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = TorchCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchRMSNorm)
+    return layer

@@ -34,6 +34,10 @@ class Parallel:
     tp_size: int = 1
     pp_size: int = 1
     cp_size: int = 1
+    ep_size: int = 1
+    """Groups of ranks that experts are dealt out to."""
+    etp_size: int | None = None
+    """Ranks over which an expert is split; None: as many as there are tensor-parallel ones."""
     vpp_size: int = 1
     """Chunks of the model on each pipeline stage."""
     tp_rank: int = 0
@@ -73,9 +77,14 @@ class Parallel:
         """True where the loss is computed."""
         return self.pp_rank == self.pp_size - 1
 
-    def rank_of(self, tp_rank: int, pp_rank: int) -> int:
-        """Global rank that holds this part of the model in the first data-parallel replica."""
-        return tp_rank + self.tp_size * self.cp_size * self.dp_size * pp_rank
+    @property
+    def rank_in_stage(self) -> int:
+        """Number of this rank among those of its pipeline stage."""
+        return self.rank % (self.world_size // self.pp_size)
+
+    def rank_of(self, tp_rank: int, pp_rank: int, block: int = 0) -> int:
+        """Global rank `tp_rank` of the stage's tensor-parallel group number `block`."""
+        return tp_rank + self.tp_size * block + (self.world_size // self.pp_size) * pp_rank
 
     def dp_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over data-parallel ranks, in place."""

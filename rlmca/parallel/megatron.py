@@ -24,6 +24,8 @@ def start(
     pp: int = 1,
     cp: int = 1,
     vpp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     local_rank: int = 0,
@@ -39,8 +41,10 @@ def start(
     if world_size % (tp * pp * cp):
         context = f" x context {cp}" if cp > 1 else ""
         raise ValueError(f"world size {world_size} is not a multiple of tensor {tp} x pipeline {pp}{context} = {tp * pp * cp}")
+    if world_size % ((tp if etp is None else etp) * ep * pp):
+        raise ValueError(f"world size {world_size} is not a multiple of expert tensor {etp or tp} x expert {ep} x pipeline {pp}")
     groups.join(rank=rank, world_size=world_size, local_rank=local_rank, timeout_s=timeout_s, store=store)
-    if not _same_layout(tp, pp, cp, vpp):
+    if not _same_layout(tp, pp, cp, vpp, ep, tp if etp is None else etp):
         if parallel_state.model_parallel_is_initialized():
             _end_subgroups()
         parallel_state.initialize_model_parallel(
@@ -48,6 +52,8 @@ def start(
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -59,6 +65,8 @@ def start(
         pp_size=pp,
         cp_size=cp,
         vpp_size=vpp,
+        ep_size=ep,
+        etp_size=etp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -71,7 +79,7 @@ def start(
     return parallel
 
 
-def _same_layout(tp: int, pp: int, cp: int, vpp: int) -> bool:
+def _same_layout(tp: int, pp: int, cp: int, vpp: int, ep: int, etp: int) -> bool:
     """True when the groups that exist are those of this layout: new ones would cost sockets and threads each time."""
     if not parallel_state.model_parallel_is_initialized():
         return False
@@ -80,8 +88,10 @@ def _same_layout(tp: int, pp: int, cp: int, vpp: int) -> bool:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    return here == (tp, pp, cp, vpp)
+    return here == (tp, pp, cp, vpp, ep, etp)
 
 
 def _end_subgroups() -> None:

@@ -161,7 +161,33 @@ def quiet_megatron() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+def _patch_unequal_parts(mappings: Any) -> None:
+    """Gathering and scattering along the first axis in parts of unequal size, which gloo does not know (experts get as many
+    tokens as chose them)."""
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_any(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, scatter_any
+
+
 def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -171,6 +197,7 @@ def _patch_megatron() -> None:
     if not hasattr(random, "FP8GlobalStateManager"):  # recompute asks Transformer Engine even with fp8 off
         random_module.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
         random_module.activation_recompute_forward = random_module.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+    _patch_unequal_parts(mappings)
     to_cpu: Any = dispatcher
     to_cpu.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
         t.detach().numpy() if as_numpy and torch.is_tensor(t) else t

@@ -66,6 +66,8 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
         errors.append(str(error))
     checks: list[Callable[[], None]] = [
         lambda: layout.check_width(topology),
+        lambda: layout.check_experts(topology),
+        lambda: _check_routing(cfg, layout),
         lambda: layout.check_context(topology, megatron.context_parallel_size, megatron.cp_comm_type),
     ]
     if megatron.recompute_method and not errors:
@@ -76,6 +78,21 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
         except LayoutError as error:
             errors.append(str(error))
     return errors or _additional_errors(cfg, layout, topology)
+
+
+def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
+    """Raises LayoutError for what experts need, or do not have here, besides sizes that come out even."""
+    if not layout.megatron.num_experts:
+        return
+    if cfg.megatron.tensor_model_parallel_size > 1 and not cfg.megatron.sequence_parallel:
+        raise LayoutError(
+            f"tensor_model_parallel_size is {cfg.megatron.tensor_model_parallel_size} and the model has experts: "
+            "every rank would route all tokens; write sequence_parallel: true"
+        )
+    if cfg.stage == "grpo":
+        raise LayoutError(
+            f"stage grpo of {layout.family.model_type}: rollouts of models with experts are not in this version; write stage: sft"
+        )
 
 
 def _kernel_errors(cfg: RunConfig) -> list[str]:

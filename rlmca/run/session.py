@@ -24,6 +24,14 @@ _SKIPS = 10
 """Steps without an update, one after the other, after which the run says so."""
 
 
+def _expert_sizes(cfg: RunConfig) -> list[int]:
+    """Expert and expert tensor parallel size, where they are not those of a model without experts."""
+    m = cfg.megatron
+    split = m.tensor_model_parallel_size if m.expert_tensor_parallel_size is None else m.expert_tensor_parallel_size
+    plain = cfg.engine != "megatron" or (m.expert_model_parallel_size == 1 and split == m.tensor_model_parallel_size)
+    return [] if plain else [m.expert_model_parallel_size, split]
+
+
 class Resumable(Protocol):
     """The data order, as far as a checkpoint is concerned."""
 
@@ -58,7 +66,7 @@ class Session:
         train = cfg.train
         parallel = ranks.loop
         self.cfg, self.plan, self.parallel = cfg, plan, parallel
-        self._layout = list(ranks.sizes)
+        self._layout = [*ranks.sizes, *_expert_sizes(cfg)]
         self.output_dir = Path(str(train.output_dir))
         self.step, self.tokens = 0, 0
         self.best: tuple[int, float] | None = None
@@ -129,8 +137,8 @@ class Session:
             )
         if state["layout"] != self._layout:
             raise CheckpointError(
-                f"resume_from_checkpoint: {self.resume_from} was written with tensor, context, pipeline, data parallel = "
-                f"{state['layout']}, "
+                f"resume_from_checkpoint: {self.resume_from} was written with tensor, context, pipeline, data "
+                f"(and expert, expert tensor) parallel = {state['layout']}, "
                 f"this run has {self._layout}; resuming in another layout is not in this version: start it as it was started"
             )
         if state["global_batch"] != self.plan.global_batch and self.parallel.is_main:

@@ -91,7 +91,7 @@ class LiveWeights:
     buckets: list[list[_Target]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.group is None and self.topology.tp * self.topology.pp > 1:
+        if self.group is None and len(self.topology.coords()) > 1:
             raise ValueError(f"{self.topology} has several ranks: LiveWeights needs the process group that spans them")
         check_params(self.layout.rank_plan(self.topology, self.coord), self.params)
         if len(kinds := {(p.dtype, p.device) for p in self.params.values()}) != 1:

@@ -94,7 +94,7 @@ def test_help_of_an_unknown_name_names_the_nearest() -> None:
         ("finetuning_type", "lora", "lora: not in this version"),
         ("finetuning_type", "freeze", "freeze: not in this version"),
         ("cp_comm_type", "p2p", "not in this version"),
-        ("expert_model_parallel_size", 4, "expert parallelism is not in this version"),
+        ("moe_aux_loss_coeff", 0.01, "auxiliary loss is not in this version"),
         ("num_layers_in_first_pipeline_stage", 2, "write pipeline_model_parallel_layout"),
         ("max_restarts", 3, "restarting ranks is not in this version"),
         ("fp8", "hybrid", "FP8 is not in this version"),

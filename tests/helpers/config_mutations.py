@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,17 @@ class Mutation:
         return copy.deepcopy({**base, self.field: self.value, **self.also})  # Transformers writes into what it is given
 
 
-CONFIG_CLASSES: dict[str, type] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+CONFIG_CLASSES: dict[str, type] = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "qwen2": Qwen2Config, "llama": LlamaConfig}
 
 
 def base_config(family: str) -> dict[str, Any]:
     """A small config of the family as a config.json would hold it; everything not named is the class's default."""
-    own = {"qwen3": {"head_dim": 16}, "qwen2": {}, "llama": {}}[family]
+    own = {
+        "qwen3": {"head_dim": 16},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+        "qwen2": {},
+        "llama": {},
+    }[family]
     return {
         "model_type": family,
         "vocab_size": 67,
@@ -119,6 +124,32 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
     }
     own: dict[str, dict[str, list[tuple[Any, ...]]]] = {
         "qwen3": {**windows, "attention_bias": _refused(True), "head_dim": [(8, Maps({"kv_channels": 8})), *_refused(7, None)]},
+        "qwen3_moe": {
+            "attention_bias": _refused(True),
+            "use_sliding_window": [
+                (True, Refused(), {"sliding_window": 4}),
+                (True, NoEffect(), {"sliding_window": None}),
+                *_refused("yes"),
+            ],
+            "sliding_window": _same(4, None),
+            "decoder_sparse_step": [
+                (2, Maps({"moe_layer_freq": [0, 1]}), {"mlp_only_layers": []}),
+                (3, Refused(), {"mlp_only_layers": []}),
+                *_refused(None),
+            ],
+            "mlp_only_layers": [
+                ([0], Maps({"moe_layer_freq": [0, 1]})),
+                ([7], Maps({"moe_layer_freq": [1, 1]})),
+                (None, Maps({"moe_layer_freq": [1, 1]})),
+                *_refused([0, 1], "0"),
+            ],
+            "moe_intermediate_size": [(16, Maps({"moe_ffn_hidden_size": 16})), *_refused(0)],
+            "num_experts_per_tok": [(3, Maps({"moe_router_topk": 3})), *_refused(5, None)],
+            "num_experts": [(8, Maps({"num_moe_experts": 8})), *_refused("4"), (8, Refused("num_local_experts"), {"num_local_experts": 4})],
+            "norm_topk_prob": [(True, Maps({"moe_router_pre_softmax": False})), *_refused(1)],
+            "output_router_logits": _refused(True),
+            "router_aux_loss_coef": _same(0.5),
+        },
         "qwen2": windows,
         "llama": {
             "head_dim": [(16, Maps({"kv_channels": 16})), (None, NoEffect()), *_refused(7)],
@@ -131,7 +162,7 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         "vocab_size": [(71, Maps({"vocab_size": 71})), *_refused(0, "67", 67.5)],
         "hidden_size": [(48, Maps({"hidden_size": 48} | ({"kv_channels": 12} if derived else {})))],
         "intermediate_size": [(64, Maps({"ffn_hidden_size": 64}))],
-        "num_hidden_layers": [(3, Maps({"num_layers": 3}))],
+        "num_hidden_layers": [(3, Maps({"num_layers": 3} | ({"moe_layer_freq": [1, 0, 1]} if family == "qwen3_moe" else {})))],
         "num_attention_heads": [
             (8, Maps({"num_attention_heads": 8} | ({"kv_channels": 4} if derived else {}))),
             (5, Refused("num_key_value_heads")),
@@ -163,7 +194,7 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         "bos_token_id": _same(3),
         "eos_token_id": _same(3, [3, 4]),
         "transformers_version": _same("4.51.0"),
-        "architectures": [([{"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family] + "ForCausalLM"], NoEffect()),
+        "architectures": [([CONFIG_CLASSES[family].__name__.removesuffix("Config") + "ForCausalLM"], NoEffect()),
                           *_refused(["Qwen3ForSequenceClassification"])],
         "output_hidden_states": _same(True),
         "return_dict": _same(False),  # Transformers 5.19 itself cannot run its causal models with false in the config
@@ -180,6 +211,11 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
     """Spellings of Transformers 4, and fields that the class does not know."""
     extra: dict[str, list[tuple[Any, ...]]] = {
         "qwen3": {},
+        "qwen3_moe": {
+            "head_dim": [(16, Maps({"kv_channels": 16})), *_refused(7)],
+            "max_window_layers": _same(1),
+            "num_local_experts": [(4, NoEffect()), *_refused(8)],
+        },
         "qwen2": {
             "head_dim": [(16, Maps({"kv_channels": 16})), *_refused(7)],
             "attention_bias": _refused(True),
@@ -212,7 +248,7 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         "final_logit_softcapping": [*_same(None), *_refused(30.0)],
         "attn_logit_softcapping": _refused(50.0),
         "residual_multiplier": _refused(0.22),
-        "num_experts": _refused(8),
+        **({} if family == "qwen3_moe" else {"num_experts": _refused(8)}),
         "output_attentions": _same(True),
         "temperature": _same(0.6),
         "max_length": _same(4096),

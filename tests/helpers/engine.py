@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlmca.types import Batch, batch_of_examples
 
@@ -23,6 +24,8 @@ class Layout:
     dp: int = 1
     cp: int = 1
     vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
     sp: bool = False
     micro_batch: int = 2
     packing: bool = False
@@ -61,7 +64,8 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     _forget_last_engine()
     world = layout.world
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
-    parallel = megatron.start(tp=layout.tp, pp=layout.pp, cp=layout.cp, vpp=layout.vpp, rank=rank, world_size=world, seed=7)
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "vpp": layout.vpp, "ep": layout.ep, "etp": layout.etp}
+    parallel = megatron.start(**sizes, rank=rank, world_size=world, seed=7)
     options = EngineOptions(
         build=BuildOptions(sequence_parallel=layout.sp, context_parallel=layout.cp, **layout.options),
         data_parallel=DataParallelOptions(**layout.data_parallel),
@@ -119,13 +123,11 @@ def loss_and_gradients(engine: Any, batch: Batch, loss: Any) -> tuple[float, dic
 
 def _gather_sharded_gradients(engine: Any) -> None:
     """The distributed optimizer leaves each data-parallel rank its own part of the summed gradient: collect the parts."""
-    from megatron.core import parallel_state
-
-    if engine.parallel.dp_size * engine.parallel.cp_size == 1 or not engine.options.data_parallel.use_distributed_optimizer:
+    if not engine.options.data_parallel.use_distributed_optimizer:
         return
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # states are split over context ranks too
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    for buffer in (buffer for model in engine.models for buffer in model.buffers):
+    for buffer in (buffer for model in engine.models for buffer in (*model.buffers, *model.expert_parallel_buffers)):
+        group = buffer.data_parallel_group  # of dense weights with context ranks, of experts their own
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         for bucket in buffer.buckets:
             parts = bucket.grad_data.chunk(size)
             gathered = [torch.empty_like(part) for part in parts]
@@ -148,4 +150,5 @@ def hf_reference(model: Any, batch: Batch) -> dict[str, Any]:
     loss = total / batch.mask_BT.sum()
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.item(), "gradients": gradients, "logp_BT": logp_BT}
+    # under the names of its files: Transformers holds the experts of a layer in one tensor
+    return {"loss": loss.item(), "gradients": dict(revert_weight_conversion(model, gradients)), "logp_BT": logp_BT}

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 67,  # odd on purpose: tensor parallelism has to pad it
@@ -29,9 +39,20 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
+MIXTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"tie_word_embeddings": False, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+         "norm_topk_prob": True, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
+}  # fmt: skip
+"""Families with experts, one layer without; apart from the others, since the Hugging Face engine does not train them."""
+
+
 def make_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random fp32 model of family `name` in eval mode, norms and biases perturbed so that mix-ups show."""
-    config_class, model_class, own = FAMILIES[name]
+    config_class, model_class, own = {**FAMILIES, **MIXTURES}[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SMALL, **own, **overrides}))
     with torch.no_grad():

@@ -18,7 +18,7 @@ from rlmca.parallel import megatron
 from rlmca.types import batch_of_examples
 from tests.helpers.config_mutations import Maps, Mutation, base_config, mutations
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 IDS = [list(range(1, 12)), [5, 0, 3, 9, 2]]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlmca.planner import preflight_errors
+from tests.helpers.models import save_model
 from tests.planner.test_dry_run import cfg, values
 
 __all__ = ["values"]
@@ -64,3 +65,28 @@ def test_fusions_without_a_kernel_of_their_own_run_anywhere(values: dict[str, An
     names = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion")
     for name in names:
         assert preflight_errors(cfg({**values, name: True}), 1) == preflight_errors(cfg({**values, name: False}), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "words"),
+    [
+        (
+            {"expert_model_parallel_size": 3},
+            3,
+            "is 3, but 8 experts do not split over it; use one of [1, 2, 4, 8]",
+        ),
+        ({"expert_tensor_parallel_size": 5}, 5, "expert_tensor_parallel_size is 5, but moe_intermediate_size is 24"),
+        ({"tensor_model_parallel_size": 2}, 2, "tensor_model_parallel_size is 2 and the model has experts"),
+        ({"expert_model_parallel_size": 4}, 2, "world size 2 is not a multiple of expert tensor 1 x expert 4 x pipeline 1 = 4"),
+        ({"stage": "grpo", "rewards": "exact"}, 1, "rollouts of models with experts are not in this version"),
+    ],
+)
+def test_what_experts_need_is_said_with_the_numbers(
+    values: dict[str, Any], changes: dict[str, Any], world: int, words: str, tmp_path: Path
+) -> None:
+    save_model("qwen3_moe", tmp_path / "experts")
+    mixture = {**values, "model_name_or_path": str(tmp_path / "experts")}
+    assert preflight_errors(cfg(mixture), 1) == []
+    assert any(words in error for error in preflight_errors(cfg({**mixture, **changes}), world))
+    (error,) = preflight_errors(cfg({**values, "expert_model_parallel_size": 2}), 2)
+    assert "expert_model_parallel_size is 2, but the model has no experts" in error

@@ -109,6 +109,20 @@ def test_packed_rows_give_the_same_run_on_every_layout_and_engine(project: Path,
             assert abs(mine["loss"] - other["loss"]) < 1e-5 and mine["total_tokens"] == other["total_tokens"], name
 
 
+def test_experts_on_two_ranks_give_the_run_of_one_process(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", family="qwen3_moe")
+    expected = tmp_path / "one"
+    run("train", sft_options(project, expected, max_steps=3))
+    mine = tmp_path / "ep2"
+    experts = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "gradient_accumulation_steps": 1}
+    run("train", sft_options(project, mine, max_steps=3, **experts), NPROC_PER_NODE="2")
+    for a, b in zip(losses(mine), losses(expected), strict=True):
+        assert abs(a - b) < 1e-5
+    model, other = (AutoModelForCausalLM.from_pretrained(folder / "hf") for folder in (mine, expected))
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_resume_after_a_kill_is_the_uninterrupted_run(processes: int, project: Path, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from rlmca.config.foreign.entry import Foreign, no_effect, refuse
 
 _LATER = "not in this version"
-_MOE = f"mixture-of-experts models are {_LATER}"
+_MOE = f"besides expert_model_parallel_size, expert_tensor_parallel_size and moe_token_dispatcher_type options of experts are {_LATER}"
 
 MEGATRON: Mapping[str, Foreign] = {
-    **refuse("expert_model_parallel_size expert_tensor_parallel_size", f"expert parallelism is {_LATER}", "write 1", 1),
     **no_effect("overlap_p2p_comm", "with several chunks a stage it is always on, else there is nothing to overlap"),
     **refuse(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
@@ -33,11 +32,9 @@ MEGATRON: Mapping[str, Foreign] = {
         "with USE_MCA=1 write it under additional_configs; the Hugging Face engine takes dropout from the model's config.json",
         elsewhere=True,
     ),
-    **refuse(
-        "moe_grouped_gemm moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_enable_routing_replay moe_layer_recompute", _MOE
-    ),
-    **refuse("moe_token_dispatcher_type moe_expert_capacity_factor moe_token_drop_policy moe_router_dtype", _MOE),
-    **refuse("moe_aux_loss_coeff", _MOE, "", 0),
+    **refuse("moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_enable_routing_replay moe_layer_recompute", _MOE),
+    **refuse("moe_expert_capacity_factor moe_token_drop_policy moe_router_dtype", _MOE),
+    **refuse("moe_aux_loss_coeff", f"the router's auxiliary loss is {_LATER}", "", 0),
     **refuse("mtp_num_layers", f"multi-token prediction is {_LATER}", "", 0),
     **refuse(
         "calculate_per_token_loss",

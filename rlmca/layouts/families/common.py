@@ -190,6 +190,16 @@ def linear_bias(megatron: MegatronModel) -> bool:
     return bool(megatron.config["add_bias_linear"])
 
 
+def dense_layer(megatron: MegatronModel, layer: int) -> bool:
+    """Whether a layer has one feed-forward network for all tokens."""
+    return not megatron.has_experts(layer)
+
+
+def mixture_layer(megatron: MegatronModel, layer: int) -> bool:
+    """Whether a layer chooses among experts."""
+    return megatron.has_experts(layer)
+
+
 L, M = "model.layers.{l}.", "decoder.layers.{l}."
 
 EMBEDDING = (
@@ -211,11 +221,21 @@ QK_NORM = (
 )  # fmt: skip
 MLP = (
     Row(M + "pre_mlp_layernorm.weight", {L + "post_attention_layernorm.weight": ("hidden",)}, REPLICATED,
-        te=M + "mlp.linear_fc1.layer_norm_weight"),
-    Row(M + "mlp.linear_fc1.weight", {L + f"mlp.{x}_proj.weight": ("ffn", "hidden") for x in ("gate", "up")}, GATED),
-    Row(M + "mlp.linear_fc1.bias", {L + f"mlp.{x}_proj.bias": ("ffn",) for x in ("gate", "up")}, GATED, when=linear_bias),
-    Row(M + "mlp.linear_fc2.weight", {L + "mlp.down_proj.weight": ("hidden", "ffn")}, ROW),
-    Row(M + "mlp.linear_fc2.bias", {L + "mlp.down_proj.bias": ("hidden",)}, REPLICATED, when=linear_bias),
+        te=M + "mlp.linear_fc1.layer_norm_weight", of=dense_layer),
+    Row(M + "mlp.linear_fc1.weight", {L + f"mlp.{x}_proj.weight": ("ffn", "hidden") for x in ("gate", "up")}, GATED, of=dense_layer),
+    Row(M + "mlp.linear_fc1.bias", {L + f"mlp.{x}_proj.bias": ("ffn",) for x in ("gate", "up")}, GATED, when=linear_bias,
+        of=dense_layer),
+    Row(M + "mlp.linear_fc2.weight", {L + "mlp.down_proj.weight": ("hidden", "ffn")}, ROW, of=dense_layer),
+    Row(M + "mlp.linear_fc2.bias", {L + "mlp.down_proj.bias": ("hidden",)}, REPLICATED, when=linear_bias, of=dense_layer),
+)  # fmt: skip
+EXPERTS = (
+    Row(M + "pre_mlp_layernorm.weight", {L + "post_attention_layernorm.weight": ("hidden",)}, REPLICATED, of=mixture_layer),
+    Row(M + "mlp.router.weight", {L + "mlp.gate.weight": ("experts", "hidden")}, REPLICATED, of=mixture_layer),
+    Row(M + "mlp.experts.local_experts.{e}.linear_fc1.weight",
+        {L + f"mlp.experts.{{e}}.{x}_proj.weight": ("moe_ffn", "hidden") for x in ("gate", "up")}, GATED,
+        te=M + "mlp.experts.linear_fc1.weight{e}", of=mixture_layer, expert=True),
+    Row(M + "mlp.experts.local_experts.{e}.linear_fc2.weight", {L + "mlp.experts.{e}.down_proj.weight": ("hidden", "moe_ffn")}, ROW,
+        te=M + "mlp.experts.linear_fc2.weight{e}", of=mixture_layer, expert=True),
 )  # fmt: skip
 HEAD = (
     Row("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, REPLICATED, at="last"),
