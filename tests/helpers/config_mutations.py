@@ -167,7 +167,11 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
             (8, Maps({"num_attention_heads": 8} | ({"kv_channels": 4} if derived else {}))),
             (5, Refused("num_key_value_heads")),
         ],
-        "num_key_value_heads": [(1, Maps({"num_query_groups": 1})), (None, Maps({"num_query_groups": 4})), *_refused(3)],
+        "num_key_value_heads": [
+            (1, Maps({"num_query_groups": 1})),
+            (None, Refused() if family == "qwen3_moe" else Maps({"num_query_groups": 4})),  # Transformers' class has no null there
+            *_refused(3),
+        ],
         "hidden_act": [*_same("swish"), *_refused("gelu", "gelu_pytorch_tanh", "relu")],
         "max_position_embeddings": [(256, Maps({"max_sequence_length": 256}, logits=False))],
         "initializer_range": [(0.05, Maps({"init_method_std": 0.05}, logits=False))],

@@ -66,7 +66,7 @@ QWEN3_MOE = Family(
         "hidden_size": Mapped("hidden_size", 2048, "int"),
         "intermediate_size": Mapped("ffn_hidden_size", 6144, "int"),
         "num_hidden_layers": Mapped("num_layers", 24, "int"),
-        "num_key_value_heads": Joint(4, "int"),
+        "num_key_value_heads": Joint(4, "int", nullable=False),
         "use_sliding_window": Joint(False, "bool"),
         "sliding_window": Joint(4096, "int"),
         "max_window_layers": NoEffect("not read by Transformers' class of this family"),
