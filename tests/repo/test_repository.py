@@ -72,7 +72,7 @@ def test_examples_are_valid_configurations(path: Path) -> None:
 
 
 def test_examples_that_need_no_demo_assets_pass_a_dry_run() -> None:
-    for name, more in (("qwen3_full_sft", ["--gpus", "8"]), ("qwen3_grpo", [])):
+    for name, more in (("qwen3_full_sft", ["--gpus", "8"]), ("qwen3_moe_full", ["--gpus", "16"]), ("qwen3_grpo", [])):
         command = [sys.executable, "-m", "rlmca.cli.main", "train", f"examples/megatron/{name}.yaml", "--dry_run", *more]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "USE_MCA": "1"}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
