@@ -172,6 +172,7 @@ def _send(weights: LiveWeights, rank: int, dst_rank: int) -> Iterator[tuple[str,
 
 def _receive(weights: LiveWeights, rank: int) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
+        weights.readable()  # before it waits: ranks that cannot read send nothing
         sizes: dict[int, int] = {}
         for target in bucket:
             for piece in target.pieces:
