@@ -113,9 +113,10 @@ def batch_plan(cfg: RunConfig, world_size: int, num_rows: int) -> BatchPlan:
         formula = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {accumulation} x data-parallel {data_parallel}"
     steps_per_epoch = num_rows // global_batch
     if steps_per_epoch == 0:
+        most, lower = ("at most ", "or cutoff_len") if unit == "packs" else ("", f"or add {unit}")
         errors.append(
-            f"{num_rows} {unit} make no step with global batch {global_batch} ({formula}): the run would make no optimiser step; "
-            + ("lower the batch or cutoff_len" if unit == "packs" else f"lower the batch or add {unit}")
+            f"{most}{num_rows} {unit} make no step with global batch {global_batch} ({formula}): "
+            f"the run would make no optimiser step; lower the batch {lower}"
         )
     total = cfg.train.max_steps if cfg.train.max_steps > 0 else math.ceil(cfg.train.num_train_epochs * steps_per_epoch)
     if not errors and total * optimizer_steps == 0:

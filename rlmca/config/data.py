@@ -17,7 +17,7 @@ class DataConfig:
     cutoff_len: int = option(2048, "Longest supervised row in tokens; longer rows are cut.", at_least=2)
     packing: bool | None = option(
         None,
-        "Rows behind each other instead of padded. Each still sees itself alone, so no number changes. In stage sft rows are "
+        "Rows behind each other instead of padded. Each still sees itself alone, so no row's loss changes. In stage sft rows are "
         "put together up to cutoff_len tokens, and batch sizes count such packs.",
     )
     neat_packing: bool | None = option(None, "LLaMA-Factory's name for packing that keeps rows apart, as packing always does here.")

@@ -96,7 +96,9 @@ class TrainConfig:
     )
     run_name: str | None = option(None, "Name of the run in trackers.")
     plot_loss: bool = option(False, "Draw the curves to PNG files.")
-    resume_from_checkpoint: str | None = option(None, "auto (or true): the newest whole checkpoint of output_dir; or a checkpoint folder.")
+    resume_from_checkpoint: str | None = option(
+        None, "Not set or auto (or true): the newest whole checkpoint of output_dir, if any; or a checkpoint folder."
+    )
     ddp_timeout: int = option(1800, "Seconds that ranks wait for each other.", at_least=1)
 
     @property

@@ -65,6 +65,7 @@ def attention_errors(flash_attn: str) -> list[str]:
 def model_errors(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> list[str]:
     """Why a model with this config.json cannot be trained."""
     from transformers import __version__
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind, code = hf_config.get("model_type"), "AutoModelForCausalLM" in (hf_config.get("auto_map") or {})
@@ -72,6 +73,11 @@ def model_errors(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> li
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (code and trust_remote_code):
         fix = "write trust_remote_code: true to run the code that comes with it" if code else "another model_type, or another version"
         errors.append(f"model_name_or_path: Transformers {__version__} has no causal language model of model_type {kind!r}; {fix}")
+    if get_checkpoint_conversion_mapping(str(kind)) is not None:
+        errors.append(
+            f"model_name_or_path: Transformers renames or fuses weights of {kind} models while it loads them, and this engine could not "
+            "write them back under the names of the files; set USE_MCA=1 where the family is one of Megatron's, or use a dense model"
+        )
     if hf_config.get("quantization_config"):
         errors.append("model_name_or_path: quantization_config in config.json: training quantised weights is not in this version")
     if hf_config.get("output_router_logits"):

@@ -9,6 +9,7 @@ from rich.text import Text
 from rlmca.config import ConfigError, RunConfig, batch_plan, model_parallel_size
 from rlmca.engines.budget import micro_batch_tokens
 from rlmca.engines.megatron_setup import run_topology
+from rlmca.layouts import Coord
 from rlmca.planner.parameters import rank_parameters, read_hf_config
 from rlmca.planner.preflight import preflight_errors
 from rlmca.planner.rows import count_rows, training_rows
@@ -38,6 +39,9 @@ def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     split = f"tensor {megatron.tensor_model_parallel_size} x {context}pipeline {megatron.pipeline_model_parallel_size} x "
     kind = "processes" if cfg.ray_ranks is None else "Ray actors"
     data = f"data {world_size // model_parallel_size(cfg)} = {world_size} {kind}"
+    experts, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    if experts > 1 or etp is not None:
+        data += f", expert {experts} x expert tensor {megatron.tensor_model_parallel_size if etp is None else etp}"
     layout = data if cfg.engine == "huggingface" else split + data
     half = "bfloat16" if cfg.train.bf16 else "float16"
     precision = f"{half} with float32 masters" if cfg.engine == "megatron" else f"float32 weights, {half} autocast"
@@ -96,5 +100,10 @@ def _parameter_lines(cfg: RunConfig) -> list[tuple[str, str]]:
         return [("parameters", "known once the model is loaded")]  # Transformers has far more families than there are layouts here
     lines = [("parameters", f"{total:,}")]
     if len(ranks) > 1:
-        lines += [(f"  tensor {rank.coord.tp}, pipeline {rank.coord.pp}", f"{rank.parameters:,}") for rank in ranks]
+        lines += [(_place(rank.coord), f"{rank.parameters:,}") for rank in ranks]
     return lines
+
+
+def _place(coord: Coord) -> str:
+    group = f", group {coord.block}" if coord.block else ""
+    return f"  tensor {coord.tp}{group}, pipeline {coord.pp}"

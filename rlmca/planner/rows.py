@@ -7,7 +7,7 @@ import math
 from rlmca.config import RunConfig
 from rlmca.data import Dropped
 from rlmca.data.info import resolve
-from rlmca.data.loading import read_conversations
+from rlmca.data.loading import nothing_left, read_conversations
 from rlmca.data.sources import source_files
 
 LARGE_FILE_BYTES = 64 << 20
@@ -17,6 +17,7 @@ def count_rows(cfg: RunConfig, *, read_large: bool = False) -> dict[str, int | N
     """Readable rows of every training set; None for sets on the hub and, without `read_large`, for files above 64 MiB.
 
     Rows that only the tokenizer can judge (no target left after truncation, prompt too long) are counted here and may be dropped later.
+    DataError, with the columns and the reasons, for a set of which no row is readable.
     """
     counts: dict[str, int | None] = {}
     for name in cfg.data.dataset:
@@ -25,9 +26,12 @@ def count_rows(cfg: RunConfig, *, read_large: bool = False) -> dict[str, int | N
         if entry.hub is not None or (size > LARGE_FILE_BYTES and not read_large):
             counts[name] = None
             continue
-        _, conversations, _ = read_conversations(
-            name, cfg.data, need_reply=cfg.stage == "sft", dropped=Dropped(), seed=cfg.train.seed, hub=None
+        dropped = Dropped()
+        entry, conversations, first = read_conversations(
+            name, cfg.data, need_reply=cfg.stage == "sft", dropped=dropped, seed=cfg.train.seed, hub=None
         )
+        if not conversations:
+            raise nothing_left(entry, first, dropped)
         counts[name] = len(conversations)
     return counts
 

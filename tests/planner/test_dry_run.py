@@ -15,6 +15,7 @@ from rich.console import Console
 from rlmca.config import ConfigError, Environment, RunConfig, make_config
 from rlmca.layouts import Topology
 from rlmca.planner import count_rows, dry_run, preflight_errors, rank_parameters
+from tests.helpers.models import save_model
 
 ROOT = Path(__file__).parents[2]
 QWEN3 = {
@@ -87,6 +88,13 @@ def test_the_plan_of_a_rollout_run(values: dict[str, Any]) -> None:
     text = printed({**values, **rl}, 1)
     assert "8 prompts x 4 replies = 32 samples" in text
     assert "2 optimiser steps of 4 prompts, 4 micro-batches of 4 a rank" in text and "3 (4 an epoch" in text and "6 optimiser steps" in text
+
+
+def test_the_plan_of_experts_names_their_ranks(values: dict[str, Any], tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path / "experts")
+    text = printed({**values, "model_name_or_path": str(tmp_path / "experts"), "expert_model_parallel_size": 2}, 2)
+    assert "data 2 = 2 processes, expert 2 x expert tensor 1" in text
+    assert "tensor 0, pipeline 0" in text and "tensor 0, group 1, pipeline 0" in text
 
 
 @pytest.mark.parametrize(

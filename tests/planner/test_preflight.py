@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlmca.planner import preflight_errors
+from rlmca.config import ConfigError, Environment, make_config
+from rlmca.planner import dry_run, preflight_errors
 from tests.helpers.models import save_model
 from tests.planner.test_dry_run import cfg, values
 
@@ -90,3 +93,25 @@ def test_what_experts_need_is_said_with_the_numbers(
     assert any(words in error for error in preflight_errors(cfg({**mixture, **changes}), world))
     (error,) = preflight_errors(cfg({**values, "expert_model_parallel_size": 2}), 2)
     assert "expert_model_parallel_size is 2, but the model has no experts" in error
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_set_without_a_usable_row_is_named_with_its_columns(values: dict[str, Any], dry: bool, tmp_path: Path) -> None:
+    info = {
+        "rows": {"file_name": "rows.json"},
+        "wrong": {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output"}},
+    }
+    (tmp_path / "info" / "dataset_info.json").write_text(json.dumps(info))
+    for names in ("wrong", "rows,wrong"):
+        run = cfg({**values, "dataset": names})
+        with pytest.raises(ConfigError) if dry else contextlib.nullcontext() as caught:
+            errors = preflight_errors(run, 1) if not dry else dry_run(run, 1)
+        (error,) = caught.value.errors if dry else errors
+        assert "no usable row in data set 'wrong'" in error and "question" in error and "instruction" in error
+
+
+def test_a_family_that_transformers_fuses_is_refused_by_its_engine_before_it_is_loaded(values: dict[str, Any], tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path / "experts")
+    run = make_config({**values, "model_name_or_path": str(tmp_path / "experts")}, env=Environment())
+    (error,) = preflight_errors(run, 1)
+    assert "renames or fuses weights of qwen3_moe models" in error and "USE_MCA=1" in error
