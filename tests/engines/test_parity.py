@@ -65,23 +65,19 @@ def references() -> dict[tuple[str, int], dict[str, Any]]:
 
 
 SIMPLE = (
-    "tp1_whole",
-    "tp1_split2",
-    "tp1_uneven",
-    "tp1_fused",
-    "tp1_recompute",
-    "tp2",
-    "tp2_sp",
-    "pp2",
-    "dp2",
-    "tp1_packed",
-    "tp2_sp_packed",
-)
-"""Layouts that every family runs in; products of them are left to one family here and to `tests/invariance`."""
+    "tp1_whole", "tp1_split2", "tp1_uneven", "tp1_fused", "tp1_recompute", "tp2", "tp2_sp", "pp2", "dp2", "tp1_packed", "tp2_sp_packed",
+)  # fmt: skip
+"""Layouts that every family runs in."""
+FURTHER = ("tp1_packed_tokens", "tp1_padded_tokens", "dp2_padded_tokens", "dp2_packed", "dp2_overlap", "cp2", "cp2_a2a_packed", "cp4")
+"""Those that one family runs in besides; the others are left to the whole sweep and to `tests/invariance`."""
+
+
+def in_ci(layout: Layout, family: str) -> bool:
+    return layout.name in SIMPLE or (family == "qwen3_tied" and layout.name in FURTHER)
+
+
 CASES = [
-    pytest.param(
-        layout, family, id=f"{layout.name}-{family}", marks=[] if family == "qwen3_tied" or layout.name in SIMPLE else pytest.mark.whole
-    )
+    pytest.param(layout, family, id=f"{layout.name}-{family}", marks=[] if in_ci(layout, family) else pytest.mark.whole)
     for layout in LAYOUTS
     for family in FAMILIES
 ]
