@@ -74,8 +74,6 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
 
 
 def _experts(layout: ModelLayout, options: BuildOptions, topology: Topology) -> dict[str, Any]:
-    if layout.spec == "te" and not options.moe_grouped_gemm:
-        raise ValueError("moe_grouped_gemm: false is for torch's parts: with Transformer Engine write transformer_impl: local, or true")
     return {
         "expert_model_parallel_size": topology.ep,
         "expert_tensor_parallel_size": topology.expert_tp,

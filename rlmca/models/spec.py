@@ -56,6 +56,8 @@ def kernel_errors(options: BuildOptions, *, packing: bool = False) -> list[str]:
             "masked_softmax_fusion: false is for torch's attention, and Transformer Engine's is always fused; "
             "write transformer_impl: local, or leave masked_softmax_fusion out"
         )
+    if spec == "te" and not options.moe_grouped_gemm:
+        errors.append("moe_grouped_gemm: false is for torch's parts; with Transformer Engine write transformer_impl: local, or true")
     if spec == "te" and packing and options.context_parallel > 1 and options.cp_comm_type == "all_gather":
         errors.append(
             "packing with context_parallel_size above 1: Transformer Engine does not gather keys of packed rows; "

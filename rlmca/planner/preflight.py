@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from rlmca.config import ConfigError, RunConfig, batch_plan, layout_errors
+from rlmca.config import ConfigError, RunConfig, batch_plan, keys, layout_errors
 from rlmca.data import DataError, check_sources, template_errors
 from rlmca.engines.huggingface_setup import setup_errors
 from rlmca.engines.megatron_setup import run_topology
@@ -83,6 +83,10 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
 def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
     """Raises LayoutError for what experts need, or do not have here, besides sizes that come out even."""
     if not layout.megatron.num_experts:
+        names = ("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm")
+        given = [name for name in names if getattr(cfg.megatron, name) != keys()[name].default]
+        if given:
+            raise LayoutError(f"{', '.join(given)}: a {layout.family.model_type} model has no experts; leave it out")
         return
     if cfg.megatron.tensor_model_parallel_size > 1 and not cfg.megatron.sequence_parallel:
         raise LayoutError(
@@ -98,7 +102,8 @@ def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
 def _kernel_errors(cfg: RunConfig) -> list[str]:
     megatron = cfg.megatron
     split_packs = cfg.data.packs and megatron.context_parallel_size > 1
-    asks = megatron.apply_rope_fusion or not megatron.masked_softmax_fusion or megatron.transformer_impl == "transformer_engine"
+    unfused = not megatron.masked_softmax_fusion or not megatron.moe_grouped_gemm
+    asks = megatron.apply_rope_fusion or unfused or megatron.transformer_impl == "transformer_engine"
     if not asks and not split_packs:
         return []
     quiet_megatron()

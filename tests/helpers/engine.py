@@ -135,6 +135,15 @@ def _gather_sharded_gradients(engine: Any) -> None:
             bucket.grad_data.copy_(torch.cat(gathered))
 
 
+def assert_same_numbers(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 1e-5) -> None:
+    """Loss, log-probs and every gradient, of the same names; a gradient by its name and size where it differs."""
+    assert abs(ours["loss"] - theirs["loss"]) < tolerance
+    torch.testing.assert_close(ours["logp_BT"], theirs["logp_BT"], rtol=0, atol=tolerance)
+    assert set(ours["gradients"]) == set(theirs["gradients"])
+    for name, expected in theirs["gradients"].items():
+        torch.testing.assert_close(ours["gradients"][name], expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def hf_reference(model: Any, batch: Batch) -> dict[str, Any]:
     """The same numbers by Transformers alone, row by row without padding."""
     model.zero_grad()

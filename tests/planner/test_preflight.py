@@ -93,6 +93,9 @@ def test_what_experts_need_is_said_with_the_numbers(
     assert any(words in error for error in preflight_errors(cfg({**mixture, **changes}), world))
     (error,) = preflight_errors(cfg({**values, "expert_model_parallel_size": 2}), 2)
     assert "expert_model_parallel_size is 2, but the model has no experts" in error
+    for idle in ({"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1, "moe_grouped_gemm": False}):
+        (error,) = preflight_errors(cfg({**values, **idle}), 1)
+        assert error == f"{', '.join(idle)}: a qwen3 model has no experts; leave it out"
 
 
 @pytest.mark.parametrize("dry", [False, True])
