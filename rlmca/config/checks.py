@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlmca.config import batch_checks, engine_checks, rollout_checks
+from rlmca.config import batch_checks, engine_checks, finetuning_checks, rollout_checks
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.process_checks import process_findings
@@ -32,6 +32,7 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
     """Every contradiction of a configuration for a command."""
     yield from _needed(cfg, command)
     yield from engine_checks.findings(cfg, command)
+    yield from finetuning_checks.findings(cfg, command)
     yield from _data(cfg)
     yield from _training(cfg)
     if command == "train":

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from rlmca.config.fields import option
 
-_LATER = "not in this version; write finetuning_type: full"
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -24,12 +22,6 @@ class ModelConfig:
         "Attention kernel of training. auto: the engine takes the fastest it has, and Megatron always does; Hugging Face engine: "
         "sdpa is torch's, disabled is plain matrix products, fa2 and fa3 are FlashAttention's packages.",
         choices=("auto", "sdpa", "disabled", "fa2", "fa3"),
-    )
-    finetuning_type: str = option(
-        "full",
-        "Which weights are trained. full: all of them.",
-        choices=("full",),
-        refused={k: f"{k}: {_LATER}" for k in ("lora", "freeze", "oft")},
     )
     train_from_scratch: bool = option(False, "Start from fresh random weights of the model's config.json instead of its weights.")
     ref_model: str | None = option(None, "Folder or hub name of the KL's reference model; the starting weights when not set.")

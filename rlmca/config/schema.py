@@ -13,6 +13,7 @@ from rlmca.config.data import DataConfig
 from rlmca.config.environment import Environment
 from rlmca.config.export import ExportConfig
 from rlmca.config.fields import Rule, option
+from rlmca.config.finetuning import FinetuningConfig
 from rlmca.config.generation import GenerationConfig
 from rlmca.config.huggingface import HuggingFaceConfig
 from rlmca.config.megatron import MegatronConfig
@@ -52,6 +53,7 @@ class RunConfig:
     ray_ranks: int | None = field(default=None, compare=False)
     env: Environment = field(default_factory=Environment)
     model: ModelConfig = field(default_factory=ModelConfig)
+    finetuning: FinetuningConfig = field(default_factory=FinetuningConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -68,6 +70,7 @@ class RunConfig:
 
 SECTIONS: Mapping[str, type] = {
     "model": ModelConfig,
+    "finetuning": FinetuningConfig,
     "data": DataConfig,
     "train": TrainConfig,
     "megatron": MegatronConfig,

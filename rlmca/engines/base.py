@@ -30,12 +30,19 @@ class Engine(Protocol):
         """
         ...
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
-        """Log-probabilities (and entropy, nats) of the batch's targets, [B, T], zero elsewhere; without gradient."""
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+        """Log-probabilities (and entropy, nats) of the batch's targets, [B, T], zero elsewhere; without gradient.
+
+        With `adapter=False` those of the weights that an adapter stands beside, without it.
+        """
         ...
 
     def weights(self) -> Weights:
-        """The live weights, to be read as Hugging Face tensors."""
+        """The live weights, to be read as Hugging Face tensors; an adapter is merged into what is read."""
+        ...
+
+    def export_adapter(self, path: Path, base: str) -> None:
+        """Write the adapter in PEFT's format into the existing folder `path`; `base` is what its configuration calls its model."""
         ...
 
     def offload(self) -> int:

@@ -6,11 +6,13 @@ The folder holds `weights/` (torch_dist, readable by plain megatron-core under a
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -19,8 +21,49 @@ from rlmca.models.policy import PolicyModel
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
 
+if TYPE_CHECKING:
+    from rlmca.engines.adapters import EngineAdapters
+    from rlmca.layouts import Coord
 
-def save_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None, parallel: Parallel) -> None:
+
+@dataclass(frozen=True)
+class ModelState:
+    """The model's part of a checkpoint: `sharded()` describes it anew each time, `take` fills the model from what was read."""
+
+    sharded: Callable[[], dict[str, Any]]
+    take: Callable[[dict[str, Any]], None]
+
+
+def chunks_state(chunks: Sequence[PolicyModel]) -> ModelState:
+    """All weights, as Megatron-LM stores them."""
+    keys = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]  # Megatron-LM's names
+
+    # Megatron describes a weight of all layers as one tensor; an optimizer of some layers has only parts of it
+    partial = not all(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
+
+    def sharded() -> dict[str, Any]:
+        metadata = {**_metadata(), "non_homogeneous_layers": partial}
+        return {key: chunk.sharded_state_dict(metadata=metadata.copy()) for key, chunk in zip(keys, chunks, strict=True)}
+
+    def take(state: dict[str, Any]) -> None:
+        for key, chunk in zip(keys, chunks, strict=True):
+            chunk.load_state_dict(state[key])
+
+    return ModelState(sharded, take)
+
+
+def adapters_state(adapters: EngineAdapters, rank_of: Callable[[Coord], int]) -> ModelState:
+    """The adapters alone: the weights that they stand beside do not change and come from the model's folder."""
+
+    def take(state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in adapters.parameters.items():
+                parameter.copy_(state["adapters"][name])
+
+    return ModelState(lambda: {"adapters": adapters.sharded_state(rank_of)}, take)
+
+
+def save_state(path: Path, model: ModelState, optimizer: Any | None, parallel: Parallel) -> None:
     """Write the state of all ranks below `path`; collective."""
     weights = path / "weights"
     if parallel.is_main:
@@ -30,7 +73,7 @@ def save_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None,
         # Megatron would spawn a manager process to carry results out of an asynchronous save. This save is synchronous
         # and reports inside this process; a manager would outlive a killed run and need a guarded __main__.
         filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(_sharded(chunks, optimizer, is_loading=False), str(weights))
+    dist_checkpointing.save(_sharded(model, optimizer, saving=parallel), str(weights))
     rng = {
         "layout": _layout(parallel),
         "torch": torch.get_rng_state(),
@@ -40,7 +83,7 @@ def save_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None,
     parallel.barrier()
 
 
-def load_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None, parallel: Parallel) -> None:
+def load_state(path: Path, model: ModelState, optimizer: Any | None, parallel: Parallel) -> None:
     """Fill the model and optimizer from a folder that `save_state` wrote; collective.
 
     A folder of weights alone makes the optimizer begin anew from them: no moments, fp32 masters equal to the weights. Random
@@ -51,9 +94,8 @@ def load_state(path: Path, chunks: Sequence[PolicyModel], optimizer: Any | None,
         hint = ": the Hugging Face engine wrote it, unset USE_MCA" if (path / "config.json").is_file() else ""
         raise HFFolderError(f"{path} is no checkpoint of the Megatron engine{hint}")
     stored = optimizer if "optimizer" in dist_checkpointing.load_common_state_dict(str(path / "weights")) else None
-    state = dist_checkpointing.load(_sharded(chunks, stored, is_loading=True), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
-    for key, chunk in zip(_keys(chunks), chunks, strict=True):
-        chunk.load_state_dict(state[key])
+    state = dist_checkpointing.load(_sharded(model, stored, saving=None), str(path / "weights"), strict=StrictHandling.RAISE_ALL)
+    model.take(state)
     if stored is not None:
         _forget_constant_scale(state["optimizer"])
         stored.load_state_dict(state["optimizer"])
@@ -91,6 +133,16 @@ def _make_moments(optimizer: Any) -> None:
         group.setdefault("step", 0)
 
 
+def _agree_on_steps(optimizer: Any, parallel: Parallel) -> None:
+    """Rank 0 writes the count of steps for all ranks, and does not count when it trains nothing itself (a frozen stage)."""
+    groups = [group for group in optimizer.param_groups if "step" in group]
+    most = torch.tensor([max((int(group["step"]) for group in groups), default=0)], device=parallel.device)
+    if parallel.world_size > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    for group in groups:
+        group["step"] = int(most)
+
+
 def _begin_anew(optimizer: Any) -> None:
     optimizer.reload_model_params()
     for group in optimizer.param_groups:
@@ -106,21 +158,21 @@ def _layout(parallel: Parallel) -> list[int]:
     return list(parallel.sizes)
 
 
-def _keys(chunks: Sequence[PolicyModel]) -> list[str]:
-    """Megatron-LM's names of a model, or of the chunks of one."""
-    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-
-
-def _sharded(chunks: Sequence[PolicyModel], optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:
+def _metadata() -> dict[str, Any]:
     # a new dict each time: Megatron writes the current process groups into it
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(_keys(chunks), chunks, strict=True)}
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _sharded(model: ModelState, optimizer: Any | None, *, saving: Parallel | None) -> dict[str, Any]:
+    state = model.sharded()
     if optimizer is not None:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _index_by_buffer(part)
-            if not is_loading:
+            if saving is not None:
                 _make_moments(part)
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        if saving is not None:
+            _agree_on_steps(optimizer, saving)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=saving is None, metadata=_metadata())
     return state
 
 

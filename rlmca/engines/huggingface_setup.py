@@ -7,6 +7,7 @@ from typing import Any
 
 from rlmca.config import RunConfig
 from rlmca.engines.budget import micro_batch_tokens
+from rlmca.engines.finetuning_setup import freeze_options, lora_options
 from rlmca.engines.loss_scale import loss_scale_options
 from rlmca.engines.options import HuggingFaceOptions, OptimizerOptions
 
@@ -36,6 +37,8 @@ def huggingface_options(cfg: RunConfig) -> HuggingFaceOptions:
             adam_epsilon=train.adam_epsilon,
             max_grad_norm=train.max_grad_norm,
         ),
+        lora=lora_options(cfg),
+        freeze=freeze_options(cfg),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if cfg.stage == "grpo" else train.per_device_eval_batch_size,
         packing=cfg.data.packs,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
-from rlmca.engines.checkpoint import load_state, save_state
+from rlmca.engines.adapters import EngineAdapters, freeze
+from rlmca.engines.checkpoint import ModelState, adapters_state, chunks_state, load_state, save_state
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
 from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, step_metrics, token_outputs
 from rlmca.layouts import Coord, ModelLayout
+from rlmca.layouts.adapters import BRANCHES
 from rlmca.layouts.pipeline import pipeline_topology
 from rlmca.layouts.plan import in_chunk
 from rlmca.models.build import build_policy, wrap_data_parallel
+from rlmca.models.lora import require_input_gradients, without
 from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.load import load_ranks
+from rlmca.transfer.peft import MergedFolder
 from rlmca.transfer.stream import LiveWeights
 from rlmca.types import Batch
 
@@ -55,8 +59,11 @@ class MegatronEngine:
         block = parallel.rank_in_stage // parallel.tp_size % self.topology.blocks
         self.coord = Coord(tp=parallel.tp_rank, pp=parallel.pp_rank, block=block)
         self.chunks = build_policy(layout, dataclasses.replace(options.build, init_weights=folder is None), self.topology, self.coord)
+        self._adapters: EngineAdapters | None = None
         if folder is not None:
-            load_ranks(folder, layout, self.topology, self.coord, self._parameters())
+            self._load_weights(folder)
+        if trainable:
+            self._choose_trained(fresh=folder is None)
         self.models: list[Any] = list(self.chunks)
         self.optimizer: Any = None
         self._weights: LiveWeights | None = None
@@ -77,6 +84,29 @@ class MegatronEngine:
         else:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
+
+    def _load_weights(self, folder: Path) -> None:
+        lora = self.options.lora
+        if lora is None or not lora.merged:
+            load_ranks(folder, self.layout, self.topology, self.coord, self._parameters())
+            return
+        with MergedFolder(folder, lora.merged) as merged:
+            load_ranks(merged, self.layout, self.topology, self.coord, self._parameters())
+
+    def _choose_trained(self, *, fresh: bool) -> None:
+        """Leave a gradient to the adapters alone, or to some of the weights, as the options say."""
+        lora, part = self.options.lora, self.options.freeze
+        if lora is not None:
+            if fresh:
+                raise ValueError("adapters need weights to stand beside: give the engine a folder")
+            self._adapters = EngineAdapters(self.layout, self.topology, self.coord, self.chunks, lora, self.parallel)
+        elif part is not None:
+            freeze(self.named_parameters(), self.layout, self.layout.rank_plan(self.topology, self.coord), part)
+        recomputes = self.options.build.recompute_granularity is not None
+        for chunk in self.chunks:
+            trained = [parameter.requires_grad for parameter in chunk.parameters()]
+            if not all(trained) and (recomputes or not any(trained)):
+                require_input_gradients(chunk)
 
     # ---- the batch
 
@@ -140,7 +170,7 @@ class MegatronEngine:
     # ---- inference
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
         """See `Engine.log_probs`."""
         self._gather_weights()
         for model in self.models:
@@ -157,7 +187,8 @@ class MegatronEngine:
 
             return model(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders), finish
 
-        self._run(forward, pieces, forward_only=True)
+        with without([] if adapter or self._adapters is None else self._adapters.modules):
+            self._run(forward, pieces, forward_only=True)
         out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, torch.promote_types(self.options.build.dtype, torch.float32))
         self.parallel.from_last_stage(out_2BT)
         return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
@@ -177,11 +208,12 @@ class MegatronEngine:
     # ---- weights and checkpoints
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """(name in the layout's rank plan, parameter) of everything that this rank holds."""
+        """(name in the layout's rank plan, parameter) of everything that this rank holds, without adapters."""
         return [
             (in_chunk(name, self.coord.pp + self.topology.pp * number, self.topology), parameter)
             for number, chunk in enumerate(self.chunks)
             for name, parameter in chunk.named_parameters()
+            if BRANCHES not in name
         ]
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -204,11 +236,34 @@ class MegatronEngine:
                 topology=self.topology,
                 coord=self.coord,
                 params=self._parameters(),
-                rank_of=lambda coord: self.parallel.rank_of(coord.tp, coord.pp, coord.block),
+                rank_of=self._rank_of,
                 group=dist.group.WORLD if self.parallel.world_size > 1 else None,
                 readable=self._offload.check,
+                added=(lambda param, at: None) if self._adapters is None else self._adapters.delta,
             )
         return self._weights
+
+    def _rank_of(self, coord: Coord) -> int:
+        return self.parallel.rank_of(coord.tp, coord.pp, coord.block)
+
+    @property
+    def adapters(self) -> EngineAdapters | None:
+        """The adapters of a run that trains some."""
+        return self._adapters
+
+    def adapter_weights(self, params: Mapping[str, Tensor] | None = None) -> LiveWeights:
+        """The adapters under PEFT's names; `params`: their gradients, say, in place of their values."""
+        if self._adapters is None:
+            raise ValueError("this engine trains no adapter")
+        self._gather_weights()
+        return self._adapters.weights(self._rank_of, params)
+
+    def export_adapter(self, path: Path, base: str) -> None:
+        """See `Engine.export_adapter`."""
+        if self._adapters is None:
+            raise ValueError("this engine trains no adapter")
+        self._gather_weights()
+        self._adapters.export(path, self._rank_of, base)
 
     def offload(self) -> int:
         """See `Engine.offload`."""
@@ -229,10 +284,16 @@ class MegatronEngine:
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
         self._gather_weights()
-        save_state(path, self.chunks, self.optimizer if self.options.save_optimizer else None, self.parallel)
+        save_state(path, self._model_state(), self.optimizer if self.options.save_optimizer else None, self.parallel)
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
         self._offload.check()
-        load_state(path, self.chunks, self.optimizer, self.parallel)
+        load_state(path, self._model_state(), self.optimizer, self.parallel)
         self._gather_pending = False  # what the last step left to be gathered is overwritten
+
+    def _model_state(self) -> ModelState:
+        """What a checkpoint keeps of the model: all of it, or the adapters."""
+        if self._adapters is None:
+            return chunks_state(self.chunks)
+        return adapters_state(self._adapters, self._rank_of)

@@ -8,6 +8,7 @@ import torch
 
 from rlmca.config import RunConfig, virtual_stages
 from rlmca.engines.budget import micro_batch_tokens
+from rlmca.engines.finetuning_setup import freeze_options, lora_options
 from rlmca.engines.loss_scale import loss_scale_options
 from rlmca.engines.options import EngineOptions, OptimizerOptions, PipelineOptions
 from rlmca.layouts import Topology
@@ -49,7 +50,7 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
     return EngineOptions(
         build=BuildOptions(
             dtype=torch.bfloat16 if train.bf16 else torch.float16 if train.fp16 else torch.float32,
-            transformer_impl=megatron.transformer_impl,  # type: ignore[arg-type]
+            transformer_impl="local" if cfg.finetuning.lora else megatron.transformer_impl,  # type: ignore[arg-type]
             sequence_parallel=megatron.sequence_parallel,
             context_parallel=megatron.context_parallel_size,
             cp_comm_type=megatron.cp_comm_type,  # type: ignore[arg-type]
@@ -81,6 +82,8 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
         ),
         loss_scale=loss_scale_options(train),
         pipeline=pipeline_options(cfg),
+        lora=lora_options(cfg),
+        freeze=freeze_options(cfg),
         micro_batch_size=train.per_device_train_batch_size,
         eval_batch_size=train.per_device_train_batch_size if on_policy else train.per_device_eval_batch_size,
         packing=cfg.data.packs,

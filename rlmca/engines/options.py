@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlmca.models.options import BuildOptions, DataParallelOptions
+from rlmca.models.options import BuildOptions, DataParallelOptions, FreezeOptions, LoraOptions
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class EngineOptions:
     loss_scale: LossScaleOptions | None = None
     """Of a model in float16; None there: the defaults."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    lora: LoraOptions | None = None
+    """Train low-rank adapters and nothing else."""
+    freeze: FreezeOptions | None = None
+    """Train some of the weights only."""
     micro_batch_size: int = 1
     """Rows of one forward and backward."""
     eval_batch_size: int = 8
@@ -83,6 +87,10 @@ class HuggingFaceOptions:
     """Data parallelism: most MiB of gradients in one reduction; None: torch's default."""
     trust_remote_code: bool = False
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    lora: LoraOptions | None = None
+    """Train low-rank adapters and nothing else."""
+    freeze: FreezeOptions | None = None
+    """Train some of the weights only."""
     micro_batch_size: int = 1
     """Rows of one forward and backward."""
     eval_batch_size: int = 8

@@ -63,5 +63,6 @@ def build_engine(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable:
     from rlmca.layouts import ModelLayout
     from rlmca.models.spec import choose_spec
 
-    layout = ModelLayout(read_hf_config(folder), spec=choose_spec(cfg.megatron.transformer_impl))
-    return MegatronEngine(layout, parallel, engine_options(cfg), folder=None if fresh else folder, trainable=trainable)
+    options = engine_options(cfg)
+    layout = ModelLayout(read_hf_config(folder), spec=choose_spec(options.build.transformer_impl))
+    return MegatronEngine(layout, parallel, options, folder=None if fresh else folder, trainable=trainable)

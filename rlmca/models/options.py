@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -48,3 +50,37 @@ class DataParallelOptions:
     overlap_param_gather: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
     ddp_bucket_size: int | None = None
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters beside linear layers (Hu et al., 2021: LoRA, section 4.1): y = W x + scaling * B (A dropout(x))."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all",)
+    """Ends of the layers' Hugging Face names (`q_proj`, `mlp.down_proj`), or `all` linear layers but the head."""
+    rslora: bool = False
+    """Scaling by alpha / sqrt(rank) (Kalajdzievski, 2023: rank-stabilised LoRA, equation 4) instead of alpha / rank."""
+    seed: int = 42
+    """Of the initial A, which follows from it and the layer's name alone: it is the same on every layout."""
+    start: Path | None = None
+    """Folder of an adapter in PEFT's format to start from. None: B is zero, so that the model starts as its base."""
+    merged: tuple[Path, ...] = ()
+    """Folders of adapters to merge into the weights first."""
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class FreezeOptions:
+    """Which weights are trained: those of `modules` ("all", or parts of their names) in the last `layers` layers, with a
+    negative number the first, and those of modules outside of layers that `extra` names (LLaMA-Factory's meaning)."""
+
+    layers: int = 2
+    modules: tuple[str, ...] = ("all",)
+    extra: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from rlmca.engines.megatron_setup import run_topology
 from rlmca.layouts import LayoutError, ModelLayout, Topology
 from rlmca.observe.trackers import check_report_to
 from rlmca.parallel.platform import quiet_megatron
+from rlmca.planner.finetuning import finetuning_errors
 from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
 from rlmca.rewards import build_rewards
@@ -36,6 +37,7 @@ def preflight_errors(cfg: RunConfig, world_size: int, *, here: bool = True) -> l
             errors += _split_errors(cfg, ModelLayout(hf_config))
         if hf_config is not None:
             errors += _export_errors(cfg)
+        errors += finetuning_errors(cfg, hf_config)
     except ConfigError as error:
         errors += error.errors
     except ValueError as error:

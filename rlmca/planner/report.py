@@ -9,7 +9,8 @@ from rich.text import Text
 from rlmca.config import ConfigError, RunConfig, batch_plan, model_parallel_size
 from rlmca.engines.budget import micro_batch_tokens
 from rlmca.engines.megatron_setup import run_topology
-from rlmca.layouts import Coord
+from rlmca.layouts import Coord, ModelLayout
+from rlmca.planner.finetuning import trained_elements
 from rlmca.planner.parameters import rank_parameters, read_hf_config
 from rlmca.planner.preflight import preflight_errors
 from rlmca.planner.rows import count_rows, training_rows
@@ -99,6 +100,9 @@ def _parameter_lines(cfg: RunConfig) -> list[tuple[str, str]]:
             raise
         return [("parameters", "known once the model is loaded")]  # Transformers has far more families than there are layouts here
     lines = [("parameters", f"{total:,}")]
+    if cfg.finetuning.finetuning_type != "full":
+        number = trained_elements(cfg, ModelLayout(hf_config))
+        lines.append(("trained", f"{number:,} ({number / total:.2%} of the model's, {cfg.finetuning.finetuning_type})"))
     if len(ranks) > 1:
         lines += [(_place(rank.coord), f"{rank.parameters:,}") for rank in ranks]
     return lines

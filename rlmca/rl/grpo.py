@@ -10,7 +10,7 @@ from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts
 from rlmca.rewards import build_rewards
 from rlmca.rl.loop import Roles, run_loop
-from rlmca.rl.update import policy_options
+from rlmca.rl.update import Reference, WithoutAdapter, policy_options
 from rlmca.run.evaluate import evaluate_policy
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.rollouts import RolloutWriter
@@ -42,8 +42,10 @@ def run(cfg: RunConfig) -> dict[str, float]:
         )
         policy = ranks.build("policy", source.folder)
         session.restore(policy, order)
-        reference = None
-        if cfg.rl.kl_coef > 0:
+        reference: Reference | None = None
+        if cfg.rl.kl_coef > 0 and cfg.finetuning.lora and cfg.model.ref_model is None:
+            reference = WithoutAdapter(policy)
+        elif cfg.rl.kl_coef > 0:
             folder = source.folder if cfg.model.ref_model is None else resolve_model(cfg.model.ref_model, cfg.model)
             reference = ranks.build("reference", folder, trainable=False)
         rollout = rollout_engine(cfg, source, parallel.device, session.output_dir / "sglang")

@@ -16,7 +16,7 @@ from rlmca.data import Prompt, ShuffledOrder
 from rlmca.rewards import RewardSet
 from rlmca.rl.debug import print_samples
 from rlmca.rl.experience import reward_statistics
-from rlmca.rl.update import update_policy
+from rlmca.rl.update import Reference, update_policy
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.rollout.samples import sample_replies
 from rlmca.run.rollouts import RolloutWriter
@@ -30,7 +30,7 @@ class Roles:
     """Everything the loop talks to."""
 
     policy: WorkerGroup
-    reference: WorkerGroup | None
+    reference: Reference | None
     rollout: RolloutEngine
     rewards: RewardSet
     prompts: list[Prompt]

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from rlmca.algorithms.contract import TokenOutputs
 from rlmca.algorithms.losses import PolicyLoss, PolicyOptions
 from rlmca.config import RunConfig
 from rlmca.rl.experience import uniform_groups
 from rlmca.run.session import average
 from rlmca.types import Batch, Sample, batch_of_samples
 from rlmca.workers import WorkerGroup
+
+
+class Reference(Protocol):
+    """What the KL is measured against."""
+
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenOutputs:
+        """See `WorkerGroup.log_probs`."""
+        ...
+
+
+@dataclass(frozen=True)
+class WithoutAdapter:
+    """The weights that the policy's adapter stands beside: a reference that needs no second copy of them."""
+
+    policy: WorkerGroup
+
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenOutputs:
+        """See `Reference`."""
+        return self.policy.log_probs(batch, temperature=temperature, adapter=False)
 
 
 def policy_options(cfg: RunConfig) -> PolicyOptions:
@@ -55,7 +77,7 @@ def mini_batches(samples: Sequence[Sample], number: int, seed: str) -> list[list
 
 def update_policy(
     policy: WorkerGroup,
-    reference: WorkerGroup | None,
+    reference: Reference | None,
     samples: Sequence[Sample],
     cfg: RunConfig,
     *,
@@ -87,7 +109,7 @@ def update_policy(
     return metrics
 
 
-def _with_baselines(batch: Batch, index: int, policy: WorkerGroup, reference: WorkerGroup | None, cfg: RunConfig) -> Batch:
+def _with_baselines(batch: Batch, index: int, policy: WorkerGroup, reference: Reference | None, cfg: RunConfig) -> Batch:
     temperature = cfg.generation.temperature
     if cfg.rl.old_logp == "trainer" and (index > 0 or cfg.rl.updates_per_rollout > 1):
         batch = batch.replace(old_logp_BT=policy.log_probs(batch, temperature=temperature).logp_BT.float().cpu())

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlmca.config import RunConfig
 from rlmca.data import Hub, Prompts, load_prompts
+from rlmca.engines.finetuning_setup import adapter_folders
 from rlmca.observe.console import console as run_console
 from rlmca.observe.console import note
 from rlmca.observe.jsonl import dumps, write_atomically
@@ -27,6 +28,7 @@ from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
 from rlmca.run.source import check_lengths, open_source, rollout_engine, run_dtype, sampling_params
 from rlmca.transfer.convert import rewrite_hf
+from rlmca.transfer.peft import MergedFolder
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample
 
@@ -99,12 +101,15 @@ def run_generate(cfg: RunConfig, *, console: Console | None = None) -> Path:
 def run_export(cfg: RunConfig, *, console: Console | None = None) -> Path:
     """Writes the Hugging Face folder `model_name_or_path` again to `export_dir`, in shards of `export_size` GB; returns it.
 
+    Adapters in `adapter_name_or_path` are merged into it.
+
     `bf16: true` in the file casts to bfloat16, `fp16: true` to float16, false to float32; without the keys the stored type stays.
     """
     dtype = run_dtype(cfg) if {"bf16", "fp16"} & cfg.given else None
     out = Path(cfg.export.export_dir)
     try:
-        tensors = rewrite_hf(resolve_model(cfg.model.model_name_or_path, cfg.model), out, dtype, float(cfg.export.export_size))
+        source = resolve_model(cfg.model.model_name_or_path, cfg.model)
+        tensors = rewrite_hf(source, out, dtype, float(cfg.export.export_size), adapter_folders(cfg))
     except FileExistsError as error:
         raise CommandError(f"export_dir: {error}") from None
     (console or run_console()).print(f"{tensors} tensors in {out}", highlight=False, soft_wrap=True)
@@ -148,6 +153,13 @@ def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     check_lengths(cfg, source, prompts)
     log_dir = Path(cfg.train.output_dir) / "sglang" if cfg.train.output_dir else Path(tempfile.gettempdir()) / f"rlmca-{os.getpid()}"
     engine = rollout_engine(cfg, source, device, log_dir)
+    if adapters := adapter_folders(cfg):
+        try:
+            with MergedFolder(source.folder, adapters) as merged:
+                engine.update_weights(((name, merged.read(name)) for name in merged.shapes), 0)
+        except BaseException:
+            engine.close()
+            raise
     return _Loaded(source.tokenizer, prompts, engine, params, n)
 
 

@@ -12,7 +12,13 @@ from rlmca.config import RunConfig, to_yaml
 from rlmca.observe.jsonl import dumps, read_lines, write_atomically
 from rlmca.observe.log import LOG_FILE
 
-_RESULTS_OF_A_RUN = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "train_results.json")
+_RESULTS_OF_A_RUN = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "train_results.json",
+)
 
 
 class OutputDirError(ValueError):

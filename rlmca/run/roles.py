@@ -25,12 +25,22 @@ def start_ranks(cfg: RunConfig) -> Ranks:
 
 
 def export_policy(cfg: RunConfig, policy: WorkerGroup, source: Source) -> Path | None:
-    """The Hugging Face folder at the end of a run, `output_dir/hf`; None when `save_hf_model` is off."""
+    """The Hugging Face folder at the end of a run, `output_dir/hf`; None when `save_hf_model` is off.
+
+    An adapter is merged into it, and written by itself into `output_dir` as LLaMA-Factory does.
+    """
+    export_adapter(cfg, policy, Path(str(cfg.train.output_dir)))
     if not cfg.train.save_hf_model:
         return None
     target = Path(str(cfg.train.output_dir)) / "hf"
     policy.export(ExportOptions(target, source.folder, run_dtype(cfg), cfg.export.export_size), source.tokenizer)
     return target
+
+
+def export_adapter(cfg: RunConfig, policy: WorkerGroup, folder: Path) -> None:
+    """With finetuning_type: lora the adapter in PEFT's format, into the existing `folder`."""
+    if cfg.finetuning.lora:
+        policy.export_adapter(folder, cfg.model.model_name_or_path)
 
 
 def say(parallel: Parallel) -> Callable[[str], None]:

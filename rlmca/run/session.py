@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmca.config import BatchPlan, RunConfig
+from rlmca.engines.finetuning_setup import lora_options
 from rlmca.observe.console import note
 from rlmca.observe.log import RunLog
 from rlmca.observe.plots import plot_all
@@ -32,6 +33,18 @@ def _expert_sizes(cfg: RunConfig) -> list[int]:
     return [] if plain else [m.expert_model_parallel_size, split]
 
 
+def _trained(cfg: RunConfig) -> str:
+    """What a run trains, as far as its checkpoints depend on it."""
+    own = cfg.finetuning
+    if (lora := lora_options(cfg)) is not None:
+        scale = "sqrt(rank)" if lora.rslora else "rank"
+        return f"an adapter of rank {lora.rank}, alpha {lora.alpha:g} / {scale}, beside {', '.join(lora.targets)}"
+    if own.finetuning_type == "freeze":
+        extra = f" and {', '.join(own.freeze_extra_modules)}" if own.freeze_extra_modules else ""
+        return f"{', '.join(own.freeze_trainable_modules)} of {own.freeze_trainable_layers} layers{extra}"
+    return "all weights"
+
+
 class Resumable(Protocol):
     """The data order, as far as a checkpoint is concerned."""
 
@@ -44,6 +57,8 @@ class Stateful(Protocol):
     """A role whose weights and optimizer a checkpoint keeps."""
 
     def save(self, path: Path) -> None: ...
+
+    def export_adapter(self, path: Path, base: str) -> None: ...
 
     def load(self, path: Path) -> None: ...
 
@@ -134,6 +149,12 @@ class Session:
             raise CheckpointError(
                 f"resume_from_checkpoint: {self.resume_from} was written by the {state['engine']} engine and this run has the "
                 f"{self.cfg.engine} one: set USE_MCA as it was, or start a new run from the Hugging Face folder"
+            )
+        before, now = state.get("trained", "all weights"), _trained(self.cfg)
+        if before != now:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {self.resume_from} was written by a run that trains {before}, this one trains {now}: "
+                "write what the run was started with, or start a new one from its Hugging Face folder or its adapter"
             )
         if state["layout"] != self._layout:
             raise CheckpointError(
@@ -239,6 +260,8 @@ class Session:
             self.checkpoints.keep = self.best[0]
         with self.checkpoints.writing(step) as folder:
             role.save(folder)
+            if self.cfg.finetuning.lora:
+                role.export_adapter(folder, self.cfg.model.model_name_or_path)
             if self.parallel.is_main:
                 state = {
                     "step": step,
@@ -248,6 +271,7 @@ class Session:
                     "reached": self.reached,
                     "resumable": not self.cfg.train.save_only_model,
                     "engine": self.cfg.engine,
+                    "trained": _trained(self.cfg),
                     "layout": self._layout,
                     "global_batch": self.plan.global_batch,
                 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rlmca.layouts import ModelLayout
 from rlmca.transfer.hf_folder import HFFolder, HFFolderError, check_tensors, open_hf_folder
 from rlmca.transfer.hf_writer import HFWriter, new_folder
+from rlmca.transfer.peft import MergedFolder
 from rlmca.transfer.side_files import copy_side_files, settle_config
 
 MEGATRON_MARKS = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.json", "mca_config.json", "mp_rank_*", "iter_*")
@@ -19,14 +21,16 @@ def is_megatron_checkpoint(path: Path) -> bool:
     return any(True for mark in MEGATRON_MARKS for _ in path.glob(mark))
 
 
-def rewrite_hf(source: str | Path, out: str | Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0) -> int:
-    """Copy the model one tensor at a time, then read it back; returns the number of tensors.
+def rewrite_hf(
+    source: str | Path, out: str | Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0, adapters: Sequence[Path] = ()
+) -> int:
+    """Copy the model one tensor at a time, adapters merged into it, then read it back; returns the number of tensors.
 
     `dtype` None keeps the stored type. Raises UnsupportedField or HFFolderError for a folder that is not a whole model of
     a supported family, FileExistsError when `out` exists, HFFolderError when the copy does not read back bit for bit.
     """
     source, out = Path(source), Path(out)
-    with open_hf_folder(source) as folder:
+    with MergedFolder(source, adapters) if adapters else open_hf_folder(source) as folder:
         layout = ModelLayout(folder.config)
         check_tensors(folder, layout.hf_tensors(), layout.megatron.tied)
         if dtype is None:

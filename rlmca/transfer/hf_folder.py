@@ -77,10 +77,10 @@ class HFFolder:
                 raise HFFolderError(f"{self.path} lacks {', '.join(missing)}, which its index names; download the folder again")
             return file_of
         if (self.path / SINGLE).is_file():
-            with _open(self.path / SINGLE) as file:
+            with open_file(self.path / SINGLE) as file:
                 return dict.fromkeys(file.keys(), SINGLE)
         if (self.path / "adapter_model.safetensors").exists():
-            hint = "this is a LoRA adapter: merge it into its base model first"
+            hint = "this is a LoRA adapter: write its model in model_name_or_path and this folder in adapter_name_or_path"
         elif list(self.path.glob("*.bin")):
             hint = "pickled .bin weights are not read: load the model with Transformers and call save_pretrained, which writes safetensors"
         else:
@@ -89,7 +89,7 @@ class HFFolder:
 
     def _read_headers(self) -> None:
         for name in sorted(set(self._file_of.values())):
-            self._files[name] = _open(self.path / name)
+            self._files[name] = open_file(self.path / name)
         held = {name: set(file.keys()) for name, file in self._files.items()}
         for name, file_name in self._file_of.items():
             if name not in held[file_name]:
@@ -101,7 +101,8 @@ class HFFolder:
             self.dtypes[name] = DTYPES[part.get_dtype()]
 
 
-def _open(path: Path) -> Any:
+def open_file(path: Path) -> Any:
+    """An open safetensors file. Raises HFFolderError when it is none."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

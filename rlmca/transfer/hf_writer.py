@@ -28,7 +28,8 @@ class HFWriter:
 
     `tensors` names every tensor with its shape in the order in which `write` will get them: sizes are known beforehand, so
     headers come first and no shard is held in memory. `shard_gb` is the most bytes (10^9) of a file; a larger tensor gets
-    a file of its own. With several files there is an index, as Transformers writes it.
+    a file of its own. With several files there is an index, as Transformers writes it. `single` names one file for all of them,
+    which replaces what is there once it is complete.
     Raises ValueError for a tensor out of order or misshapen, or a type that is not in DTYPES.
     """
 
@@ -39,6 +40,7 @@ class HFWriter:
         dtype: torch.dtype,
         shard_gb: float = 5.0,
         metadata: Mapping[str, str] | None = None,
+        single: str | None = None,
     ) -> None:
         if dtype not in CODES:
             raise ValueError(f"cannot write {dtype}; {', '.join(map(str, CODES))} are written")
@@ -46,8 +48,8 @@ class HFWriter:
             raise ValueError(f"the size of a shard is {shard_gb} GB; write a positive number")
         self.path, self.dtype = path, dtype
         self.metadata = {"format": "pt", **(metadata or {})}
-        self._shapes = dict(tensors)
-        self._shards = self._split(int(shard_gb * 10**9))
+        self._shapes, self._single = dict(tensors), single
+        self._shards = [list(self._shapes)] if single else self._split(int(shard_gb * 10**9))
         self._queue = [(number, name) for number, shard in enumerate(self._shards) for name in shard]
         self._at = 0
         self._file: IO[bytes] | None = None
@@ -73,6 +75,8 @@ class HFWriter:
         self._close_file()
         if self._at < len(self._queue):
             raise ValueError(f"{len(self._queue) - self._at} tensors were not written, the first is {self._queue[self._at][1]}")
+        if self._single:
+            (self.path / self._name(0)).replace(self.path / self._single)
         if len(self._shards) > 1:
             elements = sum(math.prod(shape) for shape in self._shapes.values())
             index = {
@@ -107,6 +111,8 @@ class HFWriter:
 
     def _name(self, number: int) -> str:
         total = len(self._shards)
+        if self._single:
+            return f".{self._single}.partial"
         return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
     def _start(self, number: int) -> IO[bytes]:
@@ -118,7 +124,7 @@ class HFWriter:
             at = end
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)  # the format aligns the data to 8 bytes
-        file = (self.path / self._name(number)).open("xb")
+        file = (self.path / self._name(number)).open("wb" if self._single else "xb")
         file.write(struct.pack("<Q", len(raw)) + raw)
         return file
 

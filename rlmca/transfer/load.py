@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -31,12 +31,17 @@ def load_ranks(folder: str | Path | HFFolder, layout: ModelLayout, topology: Top
 
 def _load(folder: HFFolder, layout: ModelLayout, plan: Mapping[str, ParamPlan], params: Mapping[str, Tensor]) -> None:
     check_tensors(folder, layout.hf_tensors(), layout.megatron.tied)
+    fill(plan, params, folder.read)
+
+
+def fill(plan: Mapping[str, ParamPlan], params: Mapping[str, Tensor], read: Callable[[str, Box], Tensor]) -> None:
+    """Write what `read(Hugging Face name, box)` gives into `params` as the plan says, and zeros where it says nothing."""
     for name, param in plan.items():
         target = params[name].detach()
         if sum(volume(copy.dst) for copy in param.copies) < target.numel():
             target.zero_()
         for copy in param.copies:
-            part = folder.read(copy.hf, copy.src)
+            part = read(copy.hf, copy.src)
             check_fits(copy.hf, part, target.dtype)
             target[index(copy.dst)].copy_(part)
 

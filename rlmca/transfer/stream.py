@@ -88,6 +88,8 @@ class LiveWeights:
     bucket_bytes: int = 64 << 20
     readable: Callable[[], None] = lambda: None
     """Raises while the tensors have no memory (an engine that is offloaded): reading them then would end the process."""
+    added: Callable[[str, Index], Tensor | None] = lambda param, at: None
+    """What is to be added to a box of a parameter, in a wider type; None: nothing (an adapter that is merged on the way out)."""
     buckets: list[list[_Target]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +104,12 @@ class LiveWeights:
     def with_params(self, params: Mapping[str, Tensor]) -> LiveWeights:
         """The same plan over other tensors of the same names and shapes, such as gradients."""
         return LiveWeights(self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes, self.readable)
+
+    def read(self, param: str, at: Index) -> Tensor:
+        """A box of a parameter on this rank, a view where nothing is added."""
+        part = self.params[param].detach()[at]
+        delta = self.added(param, at)
+        return part if delta is None else (part.to(delta.dtype) + delta).to(part.dtype)
 
     @property
     def hf_config(self) -> Mapping[str, Any]:
@@ -149,7 +157,7 @@ def _local(weights: LiveWeights) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
         for target in bucket:
             weights.readable()
-            yield target.name, _assemble(weights, target, lambda piece: weights.params[piece.param].detach()[piece.at])
+            yield target.name, _assemble(weights, target, lambda piece: weights.read(piece.param, piece.at))
 
 
 def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Tensor]) -> Tensor:
@@ -164,7 +172,7 @@ def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Te
 def _send(weights: LiveWeights, rank: int, dst_rank: int) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
         weights.readable()
-        mine = [weights.params[p.param].detach()[p.at].reshape(-1) for target in bucket for p in target.pieces if p.owner == rank]
+        mine = [weights.read(p.param, p.at).reshape(-1) for target in bucket for p in target.pieces if p.owner == rank]
         if mine:
             dist.send(torch.cat(mine), dst_rank, group=weights.group)
     yield from ()
@@ -186,7 +194,7 @@ def _receive(weights: LiveWeights, rank: int) -> Iterator[tuple[str, Tensor]]:
 
         def part(piece: _Piece, flat: dict[int, Tensor] = flat, read: dict[int, int] = read) -> Tensor:
             if piece.owner == rank:
-                return weights.params[piece.param].detach()[piece.at]
+                return weights.read(piece.param, piece.at)
             start = read[piece.owner]  # pieces lie in the order of the plan, which sender and receiver share
             read[piece.owner] = start + piece.numel
             return flat[piece.owner][start : start + piece.numel].view(piece.shape)

@@ -41,7 +41,7 @@ class WorkerGroup(Protocol):
         """One optimizer step on the whole batch; see `Engine.train_batch`."""
         ...
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
         """[B, T] for every row of the whole batch; see `Engine.log_probs`."""
         ...
 
@@ -54,6 +54,10 @@ class WorkerGroup(Protocol):
 
     def export(self, options: ExportOptions, tokenizer: Tokenizer | None) -> None:
         """Write the live weights as a Hugging Face folder, whole or not at all."""
+        ...
+
+    def export_adapter(self, path: Path, base: str) -> None:
+        """See `Engine.export_adapter`."""
         ...
 
     def save(self, path: Path) -> None:

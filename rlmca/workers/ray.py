@@ -109,9 +109,9 @@ class RayGroup:
         """See `WorkerGroup`."""
         return self._call("train_batch", ray.put(batch), loss, learning_rate)
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
         """See `WorkerGroup`."""
-        return self._call("log_probs", ray.put(batch), temperature=temperature, entropy=entropy)
+        return self._call("log_probs", ray.put(batch), temperature=temperature, entropy=entropy, adapter=adapter)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WorkerGroup`."""
@@ -122,6 +122,10 @@ class RayGroup:
         """See `WorkerGroup`. Rank 0 writes: with several nodes the folder must be on a file system that they share."""
         whole = replace(options, out_dir=options.out_dir.absolute(), source_dir=options.source_dir.absolute())
         self._call("export", whole, tokenizer)
+
+    def export_adapter(self, path: Path, base: str) -> None:
+        """See `WorkerGroup`; on a file system that all nodes share."""
+        self._call("export_adapter", path.absolute(), base)
 
     def save(self, path: Path) -> None:
         """See `WorkerGroup`; on a file system that all nodes share."""

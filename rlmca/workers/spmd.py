@@ -33,12 +33,12 @@ class SpmdGroup:
         batch = self._grown(batch)
         return self.engine.train_batch(batch.rows(self._own(batch)), loss, learning_rate)
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
         real, width = batch.ids_BT.shape
         batch = self._grown(batch)
         own = self._own(batch)
-        out = self.engine.log_probs(batch.rows(own), temperature=temperature, entropy=entropy)
+        out = self.engine.log_probs(batch.rows(own), temperature=temperature, entropy=entropy, adapter=adapter)
         if self.parallel.dp_size == 1:
             return TokenOutputs(out.logp_BT[:real], None if out.entropy_BT is None else out.entropy_BT[:real])
         parts = [t for t in (out.logp_BT, out.entropy_BT) if t is not None]
@@ -62,6 +62,10 @@ class SpmdGroup:
             shard_gb=options.shard_gb,
             overwrite=True,
         )
+
+    def export_adapter(self, path: Path, base: str) -> None:
+        """See `WorkerGroup`."""
+        self.engine.export_adapter(path, base)
 
     def save(self, path: Path) -> None:
         """See `WorkerGroup`."""

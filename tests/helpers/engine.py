@@ -34,6 +34,8 @@ class Layout:
     data_parallel: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
     loss_scale: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    freeze: dict[str, Any] | None = None
 
     @property
     def world(self) -> int:
@@ -59,6 +61,7 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
     from rlmca.engines.options import EngineOptions, LossScaleOptions, PipelineOptions
     from rlmca.layouts import ModelLayout
     from rlmca.models.build import BuildOptions, DataParallelOptions
+    from rlmca.models.options import FreezeOptions, LoraOptions
     from rlmca.parallel import megatron
 
     _forget_last_engine()
@@ -73,6 +76,8 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
         loss_scale=LossScaleOptions(**layout.loss_scale),
         micro_batch_size=layout.micro_batch,
         eval_batch_size=3,
+        lora=None if layout.lora is None else LoraOptions(**layout.lora),
+        freeze=None if layout.freeze is None else FreezeOptions(**layout.freeze),
         packing=layout.packing,
         max_tokens_per_microbatch=layout.max_tokens,
     )
@@ -117,7 +122,11 @@ def loss_and_gradients(engine: Any, batch: Batch, loss: Any) -> tuple[float, dic
     pieces = micro_batches(own, engine.cutting(engine.options.micro_batch_size), parallel)
     value = reduce_metrics(engine.compute_gradients(pieces, loss, counts), parallel)["loss"]
     _gather_sharded_gradients(engine)
-    weights = engine.weights().with_params({name: p.main_grad for name, p in engine.named_parameters()})
+    if engine.adapters is not None:
+        weights = engine.adapter_weights({name: p.main_grad for name, p in engine.adapters.parameters.items()})
+    else:
+        frozen = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in engine.named_parameters() if not p.requires_grad}
+        weights = engine.weights().with_params(frozen | {n: p.main_grad for n, p in engine.named_parameters() if p.requires_grad})
     return value, {name: tensor.clone() for name, tensor in hf_tensors(weights)}
 
 

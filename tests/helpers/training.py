@@ -67,13 +67,19 @@ def resume_on_rank(folder: Path, layout: Layout, checkpoint: Path) -> dict[str, 
     whole = steps(group, range(3))
     engine.save(checkpoint)
     whole += steps(group, range(3, 6))
-    expected = {name: p.clone() for name, p in engine.weights().params.items()}
+    expected = {name: p.clone() for name, p in _state(engine).items()}
 
     again = make_engine(folder, layout)
     again.load(checkpoint)
     resumed = steps(SpmdGroup(again, again.parallel), range(3, 6))
-    same = all(torch.equal(p, expected[name]) for name, p in again.weights().params.items())
+    same = all(torch.equal(p, expected[name]) for name, p in _state(again).items())
     return {"whole": whole[3:], "resumed": resumed, "same_weights": same}
+
+
+def _state(engine: Any) -> dict[str, torch.Tensor]:
+    """This rank's weights, and its adapters where there are some."""
+    own = {} if engine.adapters is None else engine.adapters.parameters
+    return {**engine.weights().params, **{name: p.detach() for name, p in own.items()}}
 
 
 def export_on_rank(folder: Path, layout: Layout) -> dict[str, torch.Tensor] | None:

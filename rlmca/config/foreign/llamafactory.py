@@ -85,7 +85,7 @@ SERVING: Mapping[str, Foreign] = {
     **refuse("sglang_mem_fraction", _SGLANG, "write sglang: {mem_fraction_static: ...}"),
     **refuse("sglang_tp_size", _SGLANG, "write sglang: {tp: ...}"),
     **refuse("sglang_config", _SGLANG, "write sglang: {extra_args: {flag: value}}"),
-    **refuse("sglang_lora_backend", f"adapters are {_LATER}", "leave it out"),
+    **refuse("sglang_lora_backend", "servers get weights with the adapter merged into them", "leave it out", "triton"),
 }
 OTHER_BACKENDS: Mapping[str, Foreign] = {
     **refuse(
@@ -128,18 +128,17 @@ GENERATION: Mapping[str, Foreign] = {
     **always("skip_special_tokens", f"false is {_LATER}", "write true"),
 }
 ADAPTERS: Mapping[str, Foreign] = {
-    **refuse(
-        "adapter_name_or_path adapter_folder additional_target lora_alpha lora_dropout lora_rank lora_target loraplus_lr_ratio "
-        "loraplus_lr_embedding use_rslora use_dora pissa_init pissa_iter pissa_convert create_new_adapter module_dropout oft_rank "
-        "oft_block_size oft_target",
-        f"adapters are {_LATER}",
-        "leave it out and write finetuning_type: full",
-    ),
-    **refuse(
-        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-        f"partial training is {_LATER}",
-        "leave it out and write finetuning_type: full",
-    ),
+    **refuse("adapter_folder", "adapters are read from local folders", "write the whole path in adapter_name_or_path"),
+    **refuse("additional_target", f"training whole layers beside adapters is {_LATER}", "leave it out, or write finetuning_type: freeze"),
+    **refuse("loraplus_lr_ratio", f"LoRA+ is {_LATER}", "leave it out: both matrices have one learning rate"),
+    **refuse("loraplus_lr_embedding", f"LoRA+ is {_LATER}", "leave it out", 1e-6),
+    **refuse("use_dora", f"DoRA is {_LATER}", "leave it out for plain LoRA"),
+    **refuse("pissa_init pissa_convert", f"PiSSA is {_LATER}", "leave it out for plain LoRA"),
+    **refuse("pissa_iter", f"PiSSA is {_LATER}", "leave it out for plain LoRA", 16),
+    **refuse("module_dropout", f"OFT is {_LATER}", "write finetuning_type: lora and lora_dropout"),
+    **refuse("oft_rank", f"OFT is {_LATER}", "write finetuning_type: lora and lora_rank"),
+    **refuse("oft_block_size", f"OFT is {_LATER}", "write finetuning_type: lora and lora_rank", 32),
+    **refuse("oft_target", f"OFT is {_LATER}", "write finetuning_type: lora and lora_target", "all"),
     **refuse("use_llama_pro", f"block expansion is {_LATER}"),
 }
 PREFERENCES: Mapping[str, Foreign] = {

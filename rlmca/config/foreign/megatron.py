@@ -50,6 +50,6 @@ MEGATRON: Mapping[str, Foreign] = {
     **refuse("delay_grad_reduce ddp_average_in_collective ddp_bucket_size", f"tuning of Megatron's DDP is {_LATER}"),
     **no_effect("check_for_nan_in_loss_and_grad", "a step with a non-finite gradient is always found, skipped and logged"),
     **refuse("async_save ckpt_d2h_non_blocking", f"saving in the background is {_LATER}"),
-    **refuse("save_merged_model", f"adapters are {_LATER}", "write save_hf_model"),
+    **refuse("save_merged_model", "has another name here", "write save_hf_model: the folder hf/ has the adapter merged"),
     **refuse("compile_warmup", f"torch.compile is {_LATER}"),
 }

@@ -1,0 +1,219 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, read, written, merged into a model's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmca.layouts.adapters import PREFIX, AdapterLayout
+from rlmca.layouts.boxes import Box, Shape
+from rlmca.models.options import LoraOptions
+from rlmca.transfer.hf_folder import HFFolder, HFFolderError, open_file
+from rlmca.transfer.hf_writer import HFWriter
+from rlmca.transfer.stream import Weights, agree
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "target_parameters": (None, []),
+    "exclude_modules": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+}
+"""Fields of PEFT's configuration that change what an adapter computes -> the values that mean plain LoRA."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says about the arithmetic."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """See `LoraOptions.scaling`."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class AdapterFolder(HFFolder):
+    """An open adapter; like `HFFolder` it gives `shapes` and reads slices. Raises HFFolderError for what is no plain LoRA."""
+
+    def __init__(self, path: Path) -> None:
+        self.adapter = read_adapter_config(Path(path))
+        super().__init__(path)
+
+    def _locate(self) -> dict[str, str]:
+        if not (self.path / TENSORS).is_file():
+            hint = (
+                "; pickled .bin weights are not read: load the adapter with peft and save it again" if list(self.path.glob("*.bin")) else ""
+            )
+            raise HFFolderError(f"adapter_name_or_path: {self.path} has no {TENSORS}{hint}")
+        with open_file(self.path / TENSORS) as file:
+            return dict.fromkeys(file.keys(), TENSORS)
+
+    def __enter__(self) -> AdapterFolder:
+        return self
+
+    def check(self, layout: AdapterLayout) -> None:
+        """Raises HFFolderError when the tensors are not those of the layout."""
+        want = layout.hf_tensors()
+        problems = [f"missing: {name}" for name in want if name not in self.shapes]
+        problems += [f"unexpected: {name}" for name in self.shapes if name not in want]
+        problems += [
+            f"{name} has shape {self.shapes[name]}, the model and {CONFIG} say {want[name]}"
+            for name in want
+            if name in self.shapes and self.shapes[name] != want[name]
+        ]
+        if problems:
+            more = f"\nand {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise HFFolderError(f"the adapter {self.path} does not fit the model:\n" + "\n".join(problems[:8]) + more)
+
+
+def read_adapter_config(path: Path) -> AdapterConfig:
+    """What adapter_config.json in the folder says. HFFolderError when it is absent or asks for more than plain LoRA."""
+    file = path / CONFIG
+    if not file.is_file():
+        raise HFFolderError(f"adapter_name_or_path: {path} has no {CONFIG}: it is no adapter in PEFT's format")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        kind, targets = raw["peft_type"], raw["target_modules"]
+        config = AdapterConfig(int(raw["r"]), float(raw["lora_alpha"]), (), bool(raw.get("use_rslora", False)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise HFFolderError(f"{file} is not a LoRA configuration of PEFT: {error!r}") from None
+    if kind != "LORA":
+        raise HFFolderError(f"{file}: peft_type {kind} is not in this version; LORA is")
+    odd = [f"{name}: {raw[name]!r}" for name, plain in _PLAIN.items() if raw.get(name) not in plain]
+    if odd:
+        raise HFFolderError(f"{file}: {', '.join(odd)}: only plain LoRA is read")
+    if not isinstance(targets, list) or not targets:
+        raise HFFolderError(f"{file}: target_modules is {targets!r}; write the list of names of layers")
+    return AdapterConfig(config.rank, config.alpha, tuple(sorted(map(str, targets))), config.rslora)
+
+
+class MergedFolder(HFFolder):
+    """A model's folder with adapters merged into what is read: W + sum of scaling * B A, rounded once to W's type.
+
+    Raises HFFolderError for an adapter of a layer that the model does not have, or of another shape.
+    """
+
+    def __init__(self, path: Path, adapters: Sequence[Path]) -> None:
+        super().__init__(path)
+        self._adapters: list[AdapterFolder] = []
+        try:
+            for adapter in adapters:
+                self._adapters.append(AdapterFolder(Path(adapter)))
+                self._check(self._adapters[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """See `HFFolder.read`."""
+        value = super().read(name, box)
+        a_name, b_name = _pair(name)
+        found = [adapter for adapter in self._adapters if a_name in adapter.shapes]
+        if not found:
+            return value
+        wide = torch.promote_types(value.dtype, torch.float64 if value.dtype == torch.float32 else torch.float32)
+        total = value.to(wide)
+        for adapter in found:
+            rank, inputs, outputs = adapter.adapter.rank, adapter.shapes[a_name][1], adapter.shapes[b_name][0]
+            rows, columns = box if box is not None else ((0, outputs), (0, inputs))
+            a_RI, b_OR = adapter.read(a_name, ((0, rank), columns)), adapter.read(b_name, (rows, (0, rank)))
+            total += (b_OR.to(wide) @ a_RI.to(wide)) * adapter.adapter.scaling
+        return total.to(value.dtype)
+
+    def close(self) -> None:
+        """Close the files."""
+        super().close()
+        for adapter in getattr(self, "_adapters", []):
+            adapter.close()
+
+    def _check(self, adapter: AdapterFolder) -> None:
+        fits: set[str] = set()
+        for name, shape in self.shapes.items():
+            for matrix, want in zip(_pair(name), _pair_shapes(shape, adapter.adapter.rank), strict=True):
+                if matrix in adapter.shapes and adapter.shapes[matrix] == want:
+                    fits.add(matrix)
+        if wrong := [name for name in adapter.shapes if name not in fits or _other(name) not in adapter.shapes]:
+            raise HFFolderError(f"the adapter {adapter.path} does not fit the model {self.path}: {', '.join(wrong[:4])} has no place there")
+
+
+def _pair(name: str) -> tuple[str, str]:
+    stem = PREFIX + name.removesuffix(".weight")
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def _pair_shapes(shape: Shape, rank: int) -> tuple[Shape, Shape]:
+    return (rank, shape[-1]), (shape[0], rank)
+
+
+def _other(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+
+
+def initial_matrix(name: str, shape: Shape, seed: int) -> Tensor:
+    """PEFT's initial weights in float32: A uniform in +-1/sqrt(inputs) (its kaiming_uniform_ with a = sqrt(5)), B zero.
+
+    They follow from the seed and the tensor's name alone, so every layout and both engines start alike.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def save_adapter(weights: Weights, path: Path, options: LoraOptions, targets: Sequence[str], base: str, dst_rank: int = 0) -> None:
+    """Write `weights` (tensors under PEFT's names) and their configuration into the existing folder `path`; collective."""
+    error: Exception | None = None
+    writes = weights.group is None or dist.get_rank() == dst_rank
+    stream = weights.tensors(dst_rank)
+    if writes:
+        try:
+            with HFWriter(path, weights.shapes(), weights.dtype, single=TENSORS) as writer:
+                for name, tensor in stream:
+                    writer.write(name, tensor)
+            _write_config(path, options, targets, base)
+        except Exception as caught:
+            error = caught
+    for _ in stream:
+        pass
+    agree(weights.group, error)
+
+
+def _write_config(path: Path, options: LoraOptions, targets: Sequence[str], base: str) -> None:
+    from peft import LoraConfig  # takes seconds, and only a run that writes an adapter needs it
+
+    LoraConfig(
+        r=options.rank,
+        lora_alpha=int(options.alpha) if float(options.alpha).is_integer() else options.alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        target_modules=list(targets),
+        use_rslora=options.rslora,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(str(path))

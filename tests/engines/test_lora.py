@@ -1,0 +1,250 @@
+"""Adapters of the Megatron engine under every parallelism, against Transformers and PEFT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlmca.algorithms.losses import SftLoss
+from rlmca.engines.freeze import trained
+from rlmca.models.options import FreezeOptions
+from rlmca.transfer.peft import MergedFolder, initial_matrix
+from rlmca.workers import SpmdGroup
+from tests.helpers.engine import Layout, assert_same_numbers, gradients_on_rank, hf_reference, make_engine, random_batch
+from tests.helpers.lora import (
+    ALL,
+    ALPHA,
+    RANK,
+    draw_adapter,
+    hf_log_probs,
+    hf_loss,
+    reference,
+    save_adapter,
+    train_adapter_plainly,
+)
+from tests.helpers.models import make_model, save_model
+from tests.helpers.ranks import rank_pool
+from tests.helpers.training import batches, learning_rate, resume_on_rank
+
+pytestmark = pytest.mark.serial
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+DENSE = [
+    Layout("one"),
+    Layout("one_full_recompute", options=FULL),
+    Layout("dp2", dp=2),
+    Layout("dp2_overlap", dp=2, data_parallel=OVERLAP),
+    Layout("tp2", tp=2),
+    Layout("tp2_sp", tp=2, sp=True),
+    Layout("tp2_sp_full_recompute", tp=2, sp=True, options=FULL),
+    Layout("pp2", pp=2),
+    Layout("pp2_vpp2", pp=2, vpp=2),
+    Layout("cp2", cp=2),
+    Layout("tp2_sp_pp2_packed", tp=2, sp=True, pp=2, packing=True, max_tokens=20),
+]
+MIXED = [
+    Layout("one"),
+    Layout("ep2", dp=2, ep=2),
+    Layout("tp2_sp", tp=2, sp=True),
+    Layout("tp2_sp_etp1", tp=2, sp=True, etp=1),
+    Layout("etp2_ep2", dp=4, ep=2, etp=2, options={"moe_token_dispatcher_type": "alltoall"}),
+    Layout("pp2_vpp2", pp=2, vpp=2),
+    Layout("cp2_ep2", cp=2, ep=2),
+    Layout("tp2_sp_pp2_ep2_etp1", tp=2, sp=True, pp=2, ep=2, etp=1, options=FULL),
+]
+IN_CI = ("one_full_recompute", "dp2_overlap", "tp2", "tp2_sp_full_recompute", "pp2_vpp2", "tp2_sp_pp2_packed", "tp2_sp_etp1", "etp2_ep2")
+CASES = [("qwen3_untied", layout) for layout in DENSE] + [("qwen3_moe", layout) for layout in MIXED]
+LAYERS = {"num_hidden_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, dict[str, Any]]]:
+    """family -> (model, adapter, what Transformers computes)."""
+    found = {}
+    for family in ("qwen3_untied", "qwen3_moe"):
+        root = tmp_path_factory.mktemp(family)
+        model = make_model(family, **LAYERS)
+        adapter = draw_adapter(model)
+        expected = reference(model, adapter, random_batch())
+        found[family] = (save_model(family, root / "model", **LAYERS), save_adapter(root / "adapter", adapter), expected)
+    return found
+
+
+def with_adapter(layout: Layout, adapter: Path, **more: Any) -> Layout:
+    return replace(layout, lora={"rank": RANK, "alpha": ALPHA, "targets": ALL, "start": adapter, **more})
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [pytest.param(f, layout, id=f"{f}-{layout.name}", marks=[] if layout.name in IN_CI else pytest.mark.whole) for f, layout in CASES],
+)
+def test_numbers_equal_the_merged_model(family: str, layout: Layout, folders: dict[str, Any]) -> None:
+    model, adapter, expected = folders[family]
+    ours = rank_pool(layout.world).run(gradients_on_rank, model, with_adapter(layout, adapter), random_batch())[0]
+    assert_same_numbers(ours, expected)
+
+
+def test_a_plain_peft_model_has_the_same_gradients(folders: dict[str, Any]) -> None:
+    """The oracle above against PEFT itself, on the Transformers model and from the same files."""
+    model, adapter, expected = folders["qwen3_untied"]
+    peft_model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(adapter), is_trainable=True)
+    theirs = hf_loss(peft_model, random_batch())
+    theirs.backward()
+    assert abs(theirs.item() - expected["loss"]) < 1e-5
+    seen = 0
+    for name, parameter in peft_model.named_parameters():
+        plain = name.replace(".default", "")
+        if plain in expected["gradients"]:
+            torch.testing.assert_close(parameter.grad, expected["gradients"][plain], rtol=0, atol=1e-5, msg=lambda m, n=plain: f"{n}: {m}")
+            seen += 1
+    assert seen == 56
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_reads_adapters_of_experts(rslora: bool, tmp_path: Path) -> None:
+    """Written expert by expert; PEFT joins them, as Transformers joins the experts themselves."""
+    over = {"mlp_only_layers": [], "num_hidden_layers": 2}
+    model, layout = save_model("qwen3_moe", tmp_path / "model", **over), Layout("ep2", dp=2, ep=2, lora={**FRESH, "rslora": rslora})
+    ours = rank_pool(2).run(trained_on_rank, model, layout, tmp_path / "adapter")[0]
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(tmp_path / "adapter"))
+    torch.testing.assert_close(hf_log_probs(read, random_batch()), ours["logp_BT"], rtol=0, atol=1e-5)
+    assert (ours["logp_BT"] - ours["base_BT"]).abs().max() > 1e-3
+
+
+def trained_on_rank(folder: Path, layout: Layout, out: Path) -> dict[str, Any] | None:
+    """Five steps: metrics, whether base weights kept their bits, log-probs with and without the adapter, merged weights."""
+    engine = make_engine(folder, layout)
+    group = SpmdGroup(engine, engine.parallel)
+    before = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    start = group.log_probs(random_batch(), adapter=False).logp_BT
+    metrics = [group.train_batch(batch, SftLoss(), learning_rate(step)) for step, batch in enumerate(batches(8, 5))]
+    same = all(torch.equal(p, before[name]) for name, p in engine.named_parameters())
+    base, with_adapter = group.log_probs(random_batch(), adapter=False).logp_BT, group.log_probs(random_batch()).logp_BT
+    if engine.parallel.rank == 0:
+        out.mkdir()
+    engine.parallel.barrier()
+    engine.export_adapter(out, "the base")
+    merged = {name: tensor.clone() for name, tensor in engine.weights().tensors()}
+    result = {
+        "metrics": metrics,
+        "base_kept": same and torch.equal(start, base),
+        "logp_BT": with_adapter,
+        "base_BT": base,
+        "merged": merged,
+    }
+    return result if engine.parallel.rank == 0 else {"base_kept": same}
+
+
+FRESH = {"rank": RANK, "alpha": ALPHA, "rslora": True, "seed": 5}
+TRAINED = [
+    ("qwen3_untied", Layout("one", lora=FRESH)),
+    ("qwen3_untied", Layout("tp2_sp_pp2", tp=2, sp=True, pp=2, lora=FRESH, data_parallel={"use_distributed_optimizer": False})),
+    ("qwen3_untied", Layout("tp2_dp2_overlap", tp=2, dp=2, lora=FRESH, data_parallel=OVERLAP)),
+    ("qwen3_moe", Layout("etp2_ep2", dp=4, ep=2, etp=2, lora=FRESH)),
+    ("qwen3_moe", Layout("tp2_sp_ep2_etp1", tp=2, sp=True, ep=2, etp=1, lora=FRESH)),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), TRAINED, ids=lambda value: value if isinstance(value, str) else value.name)
+def test_training_equals_a_plain_loop(family: str, layout: Layout, folders: dict[str, Any], tmp_path: Path) -> None:
+    """From drawn adapters on: losses, the norm that gradients are clipped by, merged weights, what PEFT reads back."""
+    model = folders[family][0]
+    ranks = rank_pool(layout.world).run(trained_on_rank, model, layout, tmp_path / "adapter")
+    assert all(rank["base_kept"] for rank in ranks)
+    ours = ranks[0]
+
+    base = make_model(family, **LAYERS)
+    drawn = {n: initial_matrix(n, tuple(t.shape), 5) for n, t in draw_adapter(base).items()}
+    theirs, trained = train_adapter_plainly(base, drawn, 5, scaling=ALPHA / RANK**0.5)
+    for step, (mine, expected) in enumerate(zip(ours["metrics"], theirs, strict=True)):
+        assert abs(mine["loss"] - expected["loss"]) < 1e-5, f"step {step}"
+        assert abs(mine["grad_norm"] - expected["grad_norm"]) < 1e-4 * max(1.0, expected["grad_norm"]), f"step {step}"
+
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == trained.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+    with MergedFolder(model, [tmp_path / "adapter"]) as files:
+        assert files.shapes.keys() == ours["merged"].keys()
+        for name in files.shapes:
+            assert torch.equal(files.read(name), ours["merged"][name]), name  # base + delta once, to the bit
+    if family != "qwen3_moe":  # PEFT drops the dense layers of a model that has experts in others
+        read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(tmp_path / "adapter"))
+        torch.testing.assert_close(hf_log_probs(read, random_batch()), ours["logp_BT"], rtol=0, atol=1e-5)
+        with read.disable_adapter():
+            torch.testing.assert_close(hf_log_probs(read, random_batch()), ours["base_BT"], rtol=0, atol=1e-5)
+    assert (ours["logp_BT"] - ours["base_BT"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_untied", Layout("tp2_pp2", tp=2, pp=2, lora=FRESH)),
+        ("qwen3_untied", Layout("dp2_dropout", dp=2, lora={**FRESH, "dropout": 0.3})),
+        ("qwen3_tied", Layout("pp2_vpp2", pp=2, vpp=2, lora=FRESH)),
+        ("qwen3_moe", Layout("etp2_ep2", dp=4, ep=2, etp=2, lora=FRESH)),
+        ("qwen3_untied", Layout("freeze_pp2", pp=2, freeze={"layers": 1})),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_resume_is_the_run_without_a_break(family: str, layout: Layout, tmp_path: Path) -> None:
+    model = save_model(family, tmp_path / "model", **LAYERS)
+    for rank in rank_pool(layout.world).run(resume_on_rank, model, layout, tmp_path / "checkpoint"):
+        assert rank["resumed"] == rank["whole"] and rank["same_weights"]
+
+
+def replicas_on_rank(folder: Path, layout: Layout) -> dict[str, Any]:
+    """This rank's adapters after three steps under dropout."""
+    engine = make_engine(folder, layout)
+    group = SpmdGroup(engine, engine.parallel)
+    for step, batch in enumerate(batches(8, 3)):
+        group.train_batch(batch, SftLoss(), learning_rate(step + 5))
+    return {name: p.detach().clone() for name, p in engine.adapters.parameters.items()}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_copies_stay_equal_under_dropout(sp: bool, folders: dict[str, Any]) -> None:
+    """Matrices that tensor-parallel ranks hold whole: masks that differ between them would pull them apart."""
+    layout = Layout("tp2", tp=2, sp=sp, lora={**FRESH, "dropout": 0.3})
+    one, two = rank_pool(2).run(replicas_on_rank, folders["qwen3_untied"][0], layout)
+    whole = [name for name in one if ("linear_qkv" in name or "fc1" in name) == name.endswith("lora_A")]
+    assert len(whole) == 28
+    for name in whole:
+        assert torch.equal(one[name], two[name]), name
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj",), ("k_proj", "mlp.down_proj")], ids="+".join)
+@pytest.mark.parametrize("layout", [Layout("one"), Layout("tp2_sp", tp=2, sp=True)], ids=lambda layout: layout.name)
+def test_some_layers_only(layout: Layout, targets: tuple[str, ...], folders: dict[str, Any], tmp_path: Path) -> None:
+    """Of a fused parameter only some rows have an adapter."""
+    leaves = tuple(target.rsplit(".", 1)[-1] for target in targets)
+    base = make_model("qwen3_untied", **LAYERS)
+    tensors = draw_adapter(base, leaves)
+    adapter = save_adapter(tmp_path / "adapter", tensors, targets)
+    ours = rank_pool(layout.world).run(
+        gradients_on_rank, folders["qwen3_untied"][0], with_adapter(layout, adapter, targets=targets), random_batch()
+    )[0]
+    assert_same_numbers(ours, reference(base, tensors, random_batch()))
+
+
+@pytest.mark.parametrize("layout", [Layout("one"), Layout("tp2_sp", tp=2, sp=True), Layout("pp2", pp=2)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("options", [{"layers": 1}, {"layers": -1, "modules": ("mlp",)}, {"layers": 0, "extra": ("lm_head",)}], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_partial_training_has_the_gradients_of_full_training(
+    layout: Layout, options: dict[str, Any], recompute: bool, folders: dict[str, Any]
+) -> None:
+    model = folders["qwen3_untied"][0]
+    whole = replace(layout, freeze=options, options=FULL if recompute else {})
+    ours = rank_pool(layout.world).run(gradients_on_rank, model, whole, random_batch())[0]
+    theirs = hf_reference(make_model("qwen3_untied", **LAYERS), random_batch())
+    wanted = trained(theirs["gradients"], 4, FreezeOptions(**options))
+    assert wanted and len(wanted) < len(theirs["gradients"]) / 2
+    kept = {name: g if name in wanted else torch.zeros_like(g) for name, g in theirs["gradients"].items()}
+    assert_same_numbers(ours, {**theirs, "gradients": kept})
