@@ -34,7 +34,7 @@ class EngineAdapters:
         self.layout, self.options = AdapterLayout(base, options.targets, options.rank), options
         self.topology, self.coord, self._parallel = topology, coord, parallel
         self._attached: dict[str, Adapters] = {}
-        weights, plan = base.rank_plan(topology, coord), self.layout.rank_plan(topology, coord)
+        weights, plan = base.in_form("single").rank_plan(topology, coord), self.layout.rank_plan(topology, coord)
         for number, chunk in enumerate(chunks):
             chunk.requires_grad_(False)
             position = coord.pp + topology.pp * number

@@ -34,7 +34,7 @@ from rlmca.models.lora import require_input_gradients, without
 from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.load import load_ranks
-from rlmca.transfer.peft import MergedFolder
+from rlmca.transfer.merged import MergedFolder
 from rlmca.transfer.stream import LiveWeights
 from rlmca.types import Batch
 

@@ -9,7 +9,7 @@ from rlmca.config import RunConfig, virtual_stages
 from rlmca.engines.base import Engine
 from rlmca.parallel import groups
 from rlmca.parallel.groups import Parallel
-from rlmca.transfer.source import read_hf_config
+from rlmca.transfer.hf_folder import layout_of_folder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,9 +60,8 @@ def build_engine(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable:
         return HuggingFaceEngine(folder, parallel, huggingface_options(cfg), fresh=fresh, trainable=trainable)
     from rlmca.engines.megatron import MegatronEngine
     from rlmca.engines.megatron_setup import engine_options
-    from rlmca.layouts import ModelLayout
     from rlmca.models.spec import choose_spec
 
     options = engine_options(cfg)
-    layout = ModelLayout(read_hf_config(folder), spec=choose_spec(options.build.transformer_impl))
+    layout = layout_of_folder(folder, choose_spec(options.build.transformer_impl))
     return MegatronEngine(layout, parallel, options, folder=None if fresh else folder, trainable=trainable)

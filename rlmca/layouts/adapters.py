@@ -86,6 +86,7 @@ def _pair(linear: Linear) -> tuple[Row, Row]:
         row,
         megatron=f"{stem}.lora_A",
         te=None,
+        stacked=None,
         hf={f"{PREFIX}{linear.name}.lora_A.weight": ("rank", into)},
         layout=ROW if row.layout.axis == 1 else REPLICATED,
     )
@@ -93,6 +94,7 @@ def _pair(linear: Linear) -> tuple[Row, Row]:
         row,
         megatron=f"{stem}.lora_B",
         te=None,
+        stacked=None,
         hf={f"{PREFIX}{linear.name}.lora_B.weight": (out, "rank")},
         layout=row.layout if row.layout.axis == 0 else REPLICATED,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 Range = tuple[int, int]
@@ -18,7 +19,8 @@ Shape = tuple[int, ...]
 
 
 class Tile(NamedTuple):
-    """Box `src` of Hugging Face tensor `hf` is box `dst` of the Megatron tensor."""
+    """Box `src` of Hugging Face tensor `hf` is box `dst` of the Megatron tensor: the same extents, but for an axis of length 1
+    that `src` may have in front."""
 
     hf: str
     src: Box
@@ -54,6 +56,15 @@ def interleave(shapes: Mapping[str, Shape], groups: int = 1) -> Iterator[Tile]:
                 raise ValueError(f"{name}: {shape[0]} rows do not split into {groups} groups")
             yield Tile(name, ((g * rows, (g + 1) * rows), *rest), ((at, at + rows), *rest))
             at += rows
+
+
+def stack(tiles: Iterable[Tile], shapes: Mapping[str, Shape], name: str, at: int | None) -> Iterator[Tile]:
+    """The tiles with the tensors in `shapes` as parts of one tensor `name`: behind each other along axis 0, and all of them at
+    index `at` of an axis in front (None: there is no such axis)."""
+    starts = dict(zip(shapes, accumulate((shape[0] for shape in shapes.values()), initial=0), strict=False))
+    front = () if at is None else ((at, at + 1),)
+    for hf, ((a, b), *rest), dst in tiles:
+        yield Tile(name, (*front, (a + starts[hf], b + starts[hf]), *rest), dst)
 
 
 def cut(tiles: Iterable[Tile], box: Box) -> Iterator[Tile]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlmca.layouts.boxes import Box, Shape, Tile, cut, extents, interleave, shard
+from rlmca.layouts.boxes import Box, Shape, Tile, cut, extents, interleave, shard, stack
 from rlmca.layouts.families import family_of
-from rlmca.layouts.rows import Row, Spec
+from rlmca.layouts.rows import Form, Row, Spec
 from rlmca.layouts.topology import Coord, LayoutError, Topology
 
 Copy = Tile
-"""Box `src` of Hugging Face tensor `hf` fills box `dst` of the parameter."""
+"""Box `src` of Hugging Face tensor `hf` fills box `dst` of the parameter; `src` may have an axis of length 1 more in front."""
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -62,23 +62,33 @@ def in_chunk(name: str, chunk: int, topology: Topology) -> str:
 
 
 class ModelLayout:
-    """Layout of one model. `hf_config` is the mapping in config.json; `spec` names the layer spec of the Megatron model.
+    """Layout of one model. `hf_config` is the mapping in config.json; `spec` names the layer spec of the Megatron model, `form`
+    how experts are held on the Hugging Face side.
 
     Raises ValueError for an unknown model type and UnsupportedField for a config that cannot be represented.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any], spec: Spec = "local") -> None:
+    def __init__(self, hf_config: Mapping[str, Any], spec: Spec = "local", form: Form = "single") -> None:
         self.hf_config = dict(hf_config)
-        self.spec = spec
+        self.spec, self.form = spec, form
         self.family = family_of(hf_config)
         self.megatron = self.family.megatron(hf_config)
         self.rows = self.family.rows_of(self.megatron)
         self.num_layers = int(self.megatron.config["num_layers"])
         self._sizes = self.megatron.sizes()
 
+    def in_form(self, form: Form) -> ModelLayout:
+        """The same model with its experts held in `form`."""
+        return self if form == self.form else ModelLayout(self.hf_config, self.spec, form)
+
+    def as_stored(self, names: Iterable[str]) -> ModelLayout:
+        """The same model with its experts held as in a folder that has tensors of these names."""
+        single, stacked = self.in_form("single"), self.in_form("stacked")
+        return stacked if (stacked.hf_tensors().keys() - single.hf_tensors().keys()) & set(names) else single
+
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and shape of every Hugging Face tensor, in the order of the model (no lm_head when tied)."""
-        return {name: shape for place in self._rows_in_order() for name, shape in self._shapes(*place).items()}
+        return {name: shape for place in self._rows_in_order() for name, shape in self._stored(*place).items()}
 
     def padded_vocab(self, topology: Topology) -> int:
         """Rows of the embedding over all ranks: the vocabulary rounded up to `vocab_multiple * tp`."""
@@ -100,6 +110,8 @@ class ModelLayout:
         }
         if any(not self.megatron.has_experts(layer) for layer in range(self.num_layers)):
             sizes["intermediate_size"] = int(config["ffn_hidden_size"])
+        if "shared_ffn" in self._sizes:
+            sizes["shared_expert_intermediate_size"] = self._sizes["shared_ffn"]
         for hf, size in sizes.items():
             if size % topology.tp:
                 fits = [tp for tp in range(1, topology.tp) if not any(n % tp for n in sizes.values())]
@@ -121,9 +133,9 @@ class ModelLayout:
         ffn = self._sizes["moe_ffn"]
         if ffn % topology.expert_tp:
             fits = [n for n in range(1, topology.expert_tp) if ffn % n == 0]
+            field = next(name for name in ("moe_intermediate_size", "intermediate_size") if name in self.family.fields)
             raise LayoutError(
-                f"expert_tensor_parallel_size is {topology.expert_tp}, but moe_intermediate_size is {ffn} and does not split over it; "
-                f"use one of {fits}"
+                f"expert_tensor_parallel_size is {topology.expert_tp}, but {field} is {ffn} and does not split over it; use one of {fits}"
             )
 
     def check_context(self, topology: Topology, cp: int, exchange: str) -> None:
@@ -178,6 +190,14 @@ class ModelLayout:
     def _shapes(self, row: Row, layer: int, expert: int) -> dict[str, Shape]:
         return {name.format(l=layer, e=expert): tuple(self._sizes[n] for n in shape) for name, shape in row.hf.items()}
 
+    def _stored(self, row: Row, layer: int, expert: int) -> dict[str, Shape]:
+        """The tensors that the folder holds for the row."""
+        shapes = self._shapes(row, layer, expert)
+        if row.stacked is None or self.form == "single":
+            return shapes
+        rows, (_, *rest) = sum(shape[0] for shape in shapes.values()), next(iter(shapes.values()))
+        return {row.stacked.format(l=layer): (*((self.megatron.num_experts,) if row.expert else ()), rows, *rest)}
+
     def _places(self, topology: Topology, coords: Sequence[Coord]) -> Iterator[_Place]:
         self.check(topology)
         chunks = topology.chunk_layers(self.num_layers)
@@ -202,4 +222,7 @@ class ModelLayout:
                 place, _, first = topology.expert_place(coord) if row.expert else (coord.tp, 0, coord.block == 0)
                 box = shard((rows, *extent[1:]), row.layout.axis, width, place)
                 primary = coord.pp == stage and first and (row.layout.axis is not None or place == 0)
-                yield _Place(coord, places[coord.pp], ParamPlan(extents(box), tuple(cut(tiles, box)), row.layout.axis, row.expert), primary)
+                copies = cut(tiles, box)
+                if row.stacked is not None and self.form == "stacked":
+                    copies = stack(copies, shapes, row.stacked.format(l=layer), expert if row.expert else None)
+                yield _Place(coord, places[coord.pp], ParamPlan(extents(box), tuple(copies), row.layout.axis, row.expert), primary)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Spec = Literal["local", "te"]
+Form = Literal["single", "stacked"]
+"""How a folder holds experts: a tensor for each, or one tensor for all experts of a layer, as Transformers' modules do."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,11 @@ class MegatronModel:
         return bool(self.num_experts and self.config["moe_layer_freq"][layer])
 
     def sizes(self) -> dict[str, int]:
-        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head; experts and moe_ffn."""
+        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head; experts, moe_ffn, shared_ffn; one."""
         c, head = self.config, int(self.config["kv_channels"])
         mixture = {"experts": self.num_experts, "moe_ffn": c["moe_ffn_hidden_size"]} if self.num_experts else {}
+        if (shared := c.get("moe_shared_expert_intermediate_size")) is not None:
+            mixture["shared_ffn"] = shared
         return {
             **mixture,
             "vocab": self.model["vocab_size"],
@@ -68,6 +72,7 @@ class MegatronModel:
             "q": c["num_attention_heads"] * head,
             "kv": c["num_query_groups"] * head,
             "head": head,
+            "one": 1,
         }
 
 
@@ -90,6 +95,8 @@ class Row:
     layer spec where it differs. `at`: on the first stage, on the stage of its layer, or on the last stage. `of` says
     which layers have it. A row with `expert` is one parameter for each expert, `{e}` in names its number: of the whole
     layer in Hugging Face names, of the rank in Megatron names; expert ranks split it instead of tensor-parallel ones.
+    `stacked` names the one tensor that is `hf` in the stacked form: its tensors behind each other along axis 0 and, of a row
+    with `expert`, all experts along an axis in front; None where the form changes nothing.
     """
 
     megatron: str
@@ -100,6 +107,7 @@ class Row:
     when: Callable[[MegatronModel], bool] = always
     of: Callable[[MegatronModel, int], bool] = every
     expert: bool = False
+    stacked: str | None = None
 
     def name(self, spec: Spec, layer: int, expert: int = 0) -> str:
         """Parameter name under `spec`; `layer` counts inside the stage, `expert` inside the rank."""

@@ -31,8 +31,10 @@ def row_cost(hf_config: Mapping[str, Any]) -> RowCost:
     head_size = int(hf_config.get("head_dim") or hidden // heads)
     groups = int(hf_config.get("num_key_value_heads") or heads)
     ffn = int(hf_config.get("intermediate_size") or 4 * hidden)
-    if hf_config.get("moe_intermediate_size"):  # of the experts a token goes through those that it chose
-        ffn = int(hf_config["moe_intermediate_size"]) * int(hf_config.get("num_experts_per_tok") or 1)
+    if hf_config.get("moe_intermediate_size") or hf_config.get("num_experts_per_tok"):
+        # a token goes through the experts that it chose, and the shared one
+        ffn = int(hf_config.get("moe_intermediate_size") or ffn) * int(hf_config.get("num_experts_per_tok") or 1)
+        ffn += int(hf_config.get("shared_expert_intermediate_size") or 0)
     query = heads * head_size
     return RowCost(query / (2 * hidden * query + 2 * hidden * groups * head_size + 3 * hidden * ffn))
 

@@ -18,7 +18,9 @@ from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
 from rlmca.rewards import build_rewards
 from rlmca.rollout.sglang.environment import resolve_engine
+from rlmca.rollout.sglang.mixtures import mixture_error
 from rlmca.run.lr import LearningRate
+from rlmca.transfer.hf_folder import tensor_names
 from rlmca.transfer.source import resolve_model
 
 
@@ -47,7 +49,7 @@ def preflight_errors(cfg: RunConfig, world_size: int, *, here: bool = True) -> l
     errors += template_errors(cfg.model.template)
     errors += _schedule_errors(cfg)
     errors += check_report_to(cfg.train.report_to)
-    if cfg.stage == "grpo" or (cfg.rewards.rewards and cfg.data.eval_dataset):
+    if _writes_replies(cfg):
         errors += _reward_errors(cfg)
         errors += _rollout_errors(cfg)
     sources = check_sources(cfg.data)
@@ -55,6 +57,17 @@ def preflight_errors(cfg: RunConfig, world_size: int, *, here: bool = True) -> l
     if not sources and fits:
         errors += _row_errors(cfg, world_size)
     return errors
+
+
+def _writes_replies(cfg: RunConfig) -> bool:
+    return cfg.stage == "grpo" or bool(cfg.rewards.rewards and cfg.data.eval_dataset)
+
+
+def _by_servers(cfg: RunConfig) -> bool:
+    try:
+        return resolve_engine(cfg) == "sglang"
+    except ConfigError:  # said by `_rollout_errors`
+        return True
 
 
 def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
@@ -95,10 +108,15 @@ def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
             f"tensor_model_parallel_size is {cfg.megatron.tensor_model_parallel_size} and the model has experts: "
             "every rank would route all tokens; write sequence_parallel: true"
         )
-    if cfg.stage == "grpo":
-        raise LayoutError(
-            f"stage grpo of {layout.family.model_type}: rollouts of models with experts are not in this version; write stage: sft"
-        )
+    if _writes_replies(cfg) and _by_servers(cfg):
+        tensors = tensor_names(resolve_model(cfg.model.model_name_or_path, cfg.model))
+        if error := mixture_error(layout.hf_config, tensors):
+            raise LayoutError(error)
+        if layout.megatron.config.get("moe_shared_expert_gate"):
+            raise LayoutError(
+                f"rollout_engine: sglang of {layout.family.model_type}: a shared expert by SGLang's servers is not in this version; "
+                "write rollout_engine: local"
+            )
 
 
 def _kernel_errors(cfg: RunConfig) -> list[str]:

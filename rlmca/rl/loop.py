@@ -82,4 +82,4 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
 
 def sync_weights(roles: Roles, version: int) -> None:
     """The policy's live weights into the rollout engine, under the number of the step that made them."""
-    roles.rollout.update_weights(roles.policy.hf_tensors(), version)
+    roles.rollout.update_weights(roles.policy.hf_tensors(roles.rollout.form), version)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlmca.layouts import Form
 from rlmca.types import Finish
 
 
@@ -86,6 +87,11 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights in use; -1 before the first."""
+        ...
+
+    @property
+    def form(self) -> Form | None:
+        """How the experts of a mixture must come in `update_weights`; None: as the model's files hold them."""
         ...
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Reply]]:

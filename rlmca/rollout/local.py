@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlmca.layouts import Form
 from rlmca.rollout.attention import GROUPED_ATTENTION, register_grouped_attention
 from rlmca.rollout.base import Reply, Request, RolloutError, SamplingParams
 from rlmca.rollout.cache import RowCache, repeats, select_rows
@@ -39,6 +40,9 @@ class LocalEngine:
     fills the places that no token attends to; it may equal a stop token or any other id. `load_options` go to
     Transformers (revision, cache_dir, token, trust_remote_code).
     """
+
+    form: Form | None = "stacked"
+    """Modules of Transformers hold the experts of a layer in one tensor."""
 
     def __init__(
         self,

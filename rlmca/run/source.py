@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from rlmca.config import RunConfig
 from rlmca.data import ChatTemplate, DataError, load_tokenizer, stop_ids
+from rlmca.layouts import Form
 from rlmca.rollout.base import RolloutEngine, RolloutError, SamplingParams
 from rlmca.rollout.local import LocalEngine
 from rlmca.rollout.samples import PromptRow, stop_text_ids
@@ -79,6 +80,11 @@ def rollout_engine(cfg: RunConfig, source: Source, device: torch.device | str, l
         rollout_batch=cfg.rollout.rollout_batch,
         load_options={"trust_remote_code": cfg.model.trust_remote_code},
     )
+
+
+def rollout_form(cfg: RunConfig) -> Form | None:
+    """The `form` of the engine above, for ranks that have none but send it their part of the weights."""
+    return None if resolve_engine(cfg) == "sglang" else LocalEngine.form
 
 
 def check_lengths(cfg: RunConfig, source: Source, prompts: Sequence[PromptRow]) -> None:

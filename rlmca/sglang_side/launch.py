@@ -30,7 +30,7 @@ def end_with_parent(parent: int) -> None:
 
 def server_arguments(arguments: list[str], api_key: str | None) -> list[str]:
     """Flags for `sglang.launch_server`, the API key added."""
-    return [*arguments, *(["--api-key", api_key] if api_key else [])]
+    return [*arguments, *([f"--api-key={api_key}"] if api_key else [])]
 
 
 def main(arguments: list[str]) -> None:

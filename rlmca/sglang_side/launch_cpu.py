@@ -205,7 +205,7 @@ def end_with_parent(parent: int) -> None:
 
 def server_arguments(arguments: list[str], api_key: str | None) -> list[str]:
     """Flags for `sglang.launch_server`: a CPU's own, the caller's, the API key."""
-    return [*FLAGS, *arguments, *(["--api-key", api_key] if api_key else [])]
+    return [*FLAGS, *arguments, *([f"--api-key={api_key}"] if api_key else [])]
 
 
 def main(arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from rlmca.parallel.groups import Parallel
 from rlmca.rewards import RewardSet
 from rlmca.rollout.base import RolloutEngine
 from rlmca.run.evaluate import evaluate_policy
-from rlmca.run.source import Source, rollout_engine, sampling_params
+from rlmca.run.source import Source, rollout_engine, rollout_form, sampling_params
 from rlmca.workers import WorkerGroup
 
 
@@ -27,7 +27,7 @@ class ReplyEvaluation:
 
     def __call__(self, policy: WorkerGroup, step: int) -> dict[str, float]:
         """`accuracy`, `reward/<part>`, lengths; see `run.evaluate.summarise`. Collective over all ranks."""
-        stream = policy.hf_tensors()
+        stream = policy.hf_tensors(rollout_form(self.cfg))
         metrics: dict[str, float] = {}
         if self.parallel.is_main:
             if self._rollout is None:

@@ -10,7 +10,7 @@ import torch
 from rlmca.layouts import ModelLayout
 from rlmca.transfer.hf_folder import HFFolder, HFFolderError, check_tensors, open_hf_folder
 from rlmca.transfer.hf_writer import HFWriter, new_folder
-from rlmca.transfer.peft import MergedFolder
+from rlmca.transfer.merged import MergedFolder
 from rlmca.transfer.side_files import copy_side_files, settle_config
 
 MEGATRON_MARKS = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.json", "mca_config.json", "mp_rank_*", "iter_*")
@@ -31,7 +31,7 @@ def rewrite_hf(
     """
     source, out = Path(source), Path(out)
     with MergedFolder(source, adapters) if adapters else open_hf_folder(source) as folder:
-        layout = ModelLayout(folder.config)
+        layout = ModelLayout(folder.config).as_stored(folder.shapes)
         check_tensors(folder, layout.hf_tensors(), layout.megatron.tied)
         if dtype is None:
             kinds = {folder.dtypes[name] for name in layout.hf_tensors()}

@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlmca.layouts import ModelLayout
 from rlmca.layouts.boxes import Box, Shape
+from rlmca.layouts.rows import Spec
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -62,30 +64,8 @@ class HFFolder:
         self.close()
 
     def _locate(self) -> dict[str, str]:
-        """{tensor name: file name} as the index says; for a single file the names come from its header."""
-        if not self.path.is_dir():
-            raise HFFolderError(f"{self.path} is not a folder")
-        index = self.path / INDEX
-        if index.exists():
-            try:
-                file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-                if not all(isinstance(name, str) for name in file_of.values()):
-                    raise TypeError("a file name that is no text")
-            except (ValueError, KeyError, TypeError) as error:
-                raise HFFolderError(f"{index} is not a safetensors index: it needs a JSON object with a weight_map") from error
-            if missing := sorted({f for f in file_of.values() if not (self.path / f).is_file()}):
-                raise HFFolderError(f"{self.path} lacks {', '.join(missing)}, which its index names; download the folder again")
-            return file_of
-        if (self.path / SINGLE).is_file():
-            with open_file(self.path / SINGLE) as file:
-                return dict.fromkeys(file.keys(), SINGLE)
-        if (self.path / "adapter_model.safetensors").exists():
-            hint = "this is a LoRA adapter: write its model in model_name_or_path and this folder in adapter_name_or_path"
-        elif list(self.path.glob("*.bin")):
-            hint = "pickled .bin weights are not read: load the model with Transformers and call save_pretrained, which writes safetensors"
-        else:
-            hint = "is it a Hugging Face model folder?"
-        raise HFFolderError(f"{self.path} has neither {SINGLE} nor {INDEX}; {hint}")
+        """{tensor name: file name}."""
+        return _locate(self.path)
 
     def _read_headers(self) -> None:
         for name in sorted(set(self._file_of.values())):
@@ -101,6 +81,33 @@ class HFFolder:
             self.dtypes[name] = DTYPES[part.get_dtype()]
 
 
+def _locate(path: Path) -> dict[str, str]:
+    """{tensor name: file name} as the index says; for a single file the names come from its header."""
+    if not path.is_dir():
+        raise HFFolderError(f"{path} is not a folder")
+    index = path / INDEX
+    if index.exists():
+        try:
+            file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            if not all(isinstance(name, str) for name in file_of.values()):
+                raise TypeError("a file name that is no text")
+        except (ValueError, KeyError, TypeError) as error:
+            raise HFFolderError(f"{index} is not a safetensors index: it needs a JSON object with a weight_map") from error
+        if missing := sorted({f for f in file_of.values() if not (path / f).is_file()}):
+            raise HFFolderError(f"{path} lacks {', '.join(missing)}, which its index names; download the folder again")
+        return file_of
+    if (path / SINGLE).is_file():
+        with open_file(path / SINGLE) as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    if (path / "adapter_model.safetensors").exists():
+        hint = "this is a LoRA adapter: write its model in model_name_or_path and this folder in adapter_name_or_path"
+    elif list(path.glob("*.bin")):
+        hint = "pickled .bin weights are not read: load the model with Transformers and call save_pretrained, which writes safetensors"
+    else:
+        hint = "is it a Hugging Face model folder?"
+    raise HFFolderError(f"{path} has neither {SINGLE} nor {INDEX}; {hint}")
+
+
 def open_file(path: Path) -> Any:
     """An open safetensors file. Raises HFFolderError when it is none."""
     try:
@@ -112,6 +119,19 @@ def open_file(path: Path) -> Any:
 def open_hf_folder(path: str | Path) -> HFFolder:
     """Open a folder for reading. Raises HFFolderError: no weights, a missing or cut file, an unknown type."""
     return HFFolder(Path(path))
+
+
+def layout_of_folder(path: str | Path, spec: Spec = "local") -> ModelLayout:
+    """The layout of the model in a folder, experts in the form in which its files hold them; without weights, one by one."""
+    return ModelLayout(read_config(path), spec).as_stored(tensor_names(path))
+
+
+def tensor_names(path: str | Path) -> list[str]:
+    """Names of a folder's tensors; none where there are no weights to read: whoever reads them says so."""
+    try:
+        return list(_locate(Path(path)))
+    except HFFolderError:
+        return []
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

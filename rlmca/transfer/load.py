@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rlmca.layouts import Coord, ModelLayout, ParamPlan, Topology
-from rlmca.layouts.boxes import Box, volume
+from rlmca.layouts.boxes import Box, extents, volume
 from rlmca.transfer.hf_folder import HFFolder, check_tensors, open_hf_folder
 from rlmca.transfer.narrow import check_fits
 
@@ -43,7 +43,7 @@ def fill(plan: Mapping[str, ParamPlan], params: Mapping[str, Tensor], read: Call
         for copy in param.copies:
             part = read(copy.hf, copy.src)
             check_fits(copy.hf, part, target.dtype)
-            target[index(copy.dst)].copy_(part)
+            target[index(copy.dst)].copy_(part.reshape(extents(copy.dst)))
 
 
 def index(box: Box) -> tuple[slice, ...]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlmca.layouts import Form
 from rlmca.layouts.boxes import Shape
 
 
@@ -30,6 +31,10 @@ class ModuleWeights:
     def dtype(self) -> torch.dtype:
         """See `Weights`."""
         return next(self.module.parameters()).dtype
+
+    def in_form(self, form: Form) -> ModuleWeights:
+        """See `Weights`. Names are the module's own in any case."""
+        return self
 
     def shapes(self) -> Mapping[str, Shape]:
         """See `Weights`."""

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, read, written, merged into a model's folder."""
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, read and written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmca.layouts.adapters import PREFIX, AdapterLayout
-from rlmca.layouts.boxes import Box, Shape
+from rlmca.layouts.adapters import AdapterLayout
+from rlmca.layouts.boxes import Shape
 from rlmca.models.options import LoraOptions
 from rlmca.transfer.hf_folder import HFFolder, HFFolderError, open_file
 from rlmca.transfer.hf_writer import HFWriter
@@ -108,68 +108,6 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     if not isinstance(targets, list) or not targets:
         raise HFFolderError(f"{file}: target_modules is {targets!r}; write the list of names of layers")
     return AdapterConfig(config.rank, config.alpha, tuple(sorted(map(str, targets))), config.rslora)
-
-
-class MergedFolder(HFFolder):
-    """A model's folder with adapters merged into what is read: W + sum of scaling * B A, rounded once to W's type.
-
-    Raises HFFolderError for an adapter of a layer that the model does not have, or of another shape.
-    """
-
-    def __init__(self, path: Path, adapters: Sequence[Path]) -> None:
-        super().__init__(path)
-        self._adapters: list[AdapterFolder] = []
-        try:
-            for adapter in adapters:
-                self._adapters.append(AdapterFolder(Path(adapter)))
-                self._check(self._adapters[-1])
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See `HFFolder.read`."""
-        value = super().read(name, box)
-        a_name, b_name = _pair(name)
-        found = [adapter for adapter in self._adapters if a_name in adapter.shapes]
-        if not found:
-            return value
-        wide = torch.promote_types(value.dtype, torch.float64 if value.dtype == torch.float32 else torch.float32)
-        total = value.to(wide)
-        for adapter in found:
-            rank, inputs, outputs = adapter.adapter.rank, adapter.shapes[a_name][1], adapter.shapes[b_name][0]
-            rows, columns = box if box is not None else ((0, outputs), (0, inputs))
-            a_RI, b_OR = adapter.read(a_name, ((0, rank), columns)), adapter.read(b_name, (rows, (0, rank)))
-            total += (b_OR.to(wide) @ a_RI.to(wide)) * adapter.adapter.scaling
-        return total.to(value.dtype)
-
-    def close(self) -> None:
-        """Close the files."""
-        super().close()
-        for adapter in getattr(self, "_adapters", []):
-            adapter.close()
-
-    def _check(self, adapter: AdapterFolder) -> None:
-        fits: set[str] = set()
-        for name, shape in self.shapes.items():
-            for matrix, want in zip(_pair(name), _pair_shapes(shape, adapter.adapter.rank), strict=True):
-                if matrix in adapter.shapes and adapter.shapes[matrix] == want:
-                    fits.add(matrix)
-        if wrong := [name for name in adapter.shapes if name not in fits or _other(name) not in adapter.shapes]:
-            raise HFFolderError(f"the adapter {adapter.path} does not fit the model {self.path}: {', '.join(wrong[:4])} has no place there")
-
-
-def _pair(name: str) -> tuple[str, str]:
-    stem = PREFIX + name.removesuffix(".weight")
-    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
-
-
-def _pair_shapes(shape: Shape, rank: int) -> tuple[Shape, Shape]:
-    return (rank, shape[-1]), (shape[0], rank)
-
-
-def _other(name: str) -> str:
-    return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
 def initial_matrix(name: str, shape: Shape, seed: int) -> Tensor:

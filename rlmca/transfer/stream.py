@@ -7,14 +7,14 @@ stays bounded by the bucket and small tensors do not cost a message each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.layouts import Coord, Form, ModelLayout, Topology
 from rlmca.layouts.boxes import Shape, extents, full, volume
 from rlmca.transfer.load import check_params, index
 
@@ -57,6 +57,10 @@ class Weights(Protocol):
         """The model's config.json."""
         ...
 
+    def in_form(self, form: Form) -> Weights:
+        """The same weights with experts held in this form."""
+        ...
+
     def shapes(self) -> Mapping[str, Shape]:
         """Name and shape of every tensor, in the order of `tensors`."""
         ...
@@ -91,6 +95,7 @@ class LiveWeights:
     added: Callable[[str, Index], Tensor | None] = lambda param, at: None
     """What is to be added to a box of a parameter, in a wider type; None: nothing (an adapter that is merged on the way out)."""
     buckets: list[list[_Target]] = field(init=False, repr=False)
+    _forms: dict[Form, LiveWeights] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.group is None and len(self.topology.coords()) > 1:
@@ -110,6 +115,14 @@ class LiveWeights:
         part = self.params[param].detach()[at]
         delta = self.added(param, at)
         return part if delta is None else (part.to(delta.dtype) + delta).to(part.dtype)
+
+    def in_form(self, form: Form) -> LiveWeights:
+        """See `Weights`. The plan of another form is made once."""
+        if form == self.layout.form or self.layout.in_form(form).hf_tensors() == self.shapes():
+            return self
+        if form not in self._forms:
+            self._forms[form] = replace(self, layout=self.layout.in_form(form))
+        return self._forms[form]
 
     @property
     def hf_config(self) -> Mapping[str, Any]:
@@ -157,7 +170,12 @@ def _local(weights: LiveWeights) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
         for target in bucket:
             weights.readable()
-            yield target.name, _assemble(weights, target, lambda piece: weights.read(piece.param, piece.at))
+            yield target.name, _assemble(weights, target, lambda piece: _own(weights, piece))
+
+
+def _own(weights: LiveWeights, piece: _Piece) -> Tensor:
+    """This rank's part, with the axes that it has in the Hugging Face tensor; a view where nothing is added."""
+    return weights.read(piece.param, piece.at).reshape(piece.shape)
 
 
 def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Tensor]) -> Tensor:
@@ -172,7 +190,7 @@ def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Te
 def _send(weights: LiveWeights, rank: int, dst_rank: int) -> Iterator[tuple[str, Tensor]]:
     for bucket in weights.buckets:
         weights.readable()
-        mine = [weights.read(p.param, p.at).reshape(-1) for target in bucket for p in target.pieces if p.owner == rank]
+        mine = [_own(weights, p).reshape(-1) for target in bucket for p in target.pieces if p.owner == rank]
         if mine:
             dist.send(torch.cat(mine), dst_rank, group=weights.group)
     yield from ()
@@ -194,7 +212,7 @@ def _receive(weights: LiveWeights, rank: int) -> Iterator[tuple[str, Tensor]]:
 
         def part(piece: _Piece, flat: dict[int, Tensor] = flat, read: dict[int, int] = read) -> Tensor:
             if piece.owner == rank:
-                return weights.read(piece.param, piece.at)
+                return _own(weights, piece)
             start = read[piece.owner]  # pieces lie in the order of the plan, which sender and receiver share
             read[piece.owner] = start + piece.numel
             return flat[piece.owner][start : start + piece.numel].view(piece.shape)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.side_files import Tokenizer
 from rlmca.types import Batch
@@ -45,10 +46,10 @@ class WorkerGroup(Protocol):
         """[B, T] for every row of the whole batch; see `Engine.log_probs`."""
         ...
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_tensors(self, form: Form | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the live weights in the main process of the loop; every process of it runs to the end.
 
-        A tensor may be a view of a live parameter: copy it to keep it.
+        Experts come in `form` (None: as the model's files hold them). A tensor may be a view of a live parameter: copy it to keep it.
         """
         ...
 

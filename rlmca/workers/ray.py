@@ -23,6 +23,7 @@ from torch import Tensor
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
+from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.side_files import Tokenizer
 from rlmca.types import Batch
@@ -81,11 +82,11 @@ class _Rank:
         result = getattr(self._groups[role], method)(*args, **kwargs)
         return result if self._rank == 0 else None
 
-    def stream(self, role: str) -> Iterator[list[tuple[str, Tensor]]]:
+    def stream(self, role: str, form: Form | None) -> Iterator[list[tuple[str, Tensor]]]:
         """The role's weights in buckets; ranks other than 0 take part and give nothing."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, tensor in self._groups[role].hf_tensors():
+        for name, tensor in self._groups[role].hf_tensors(form):
             bucket.append((name, tensor.detach().cpu().clone()))
             size += tensor.numel() * tensor.element_size()
             if size >= _BUCKET_BYTES:
@@ -113,9 +114,9 @@ class RayGroup:
         """See `WorkerGroup`."""
         return self._call("log_probs", ray.put(batch), temperature=temperature, entropy=entropy, adapter=adapter)
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_tensors(self, form: Form | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `WorkerGroup`."""
-        for bucket in self._ranks.stream(self.role):
+        for bucket in self._ranks.stream(self.role, form):
             yield from bucket
 
     def export(self, options: ExportOptions, tokenizer: Tokenizer | None) -> None:
@@ -168,10 +169,10 @@ class RayRanks:
         """Call all ranks at once; their results by rank, or the error of the first one that failed."""
         return self._wait([getattr(actor, method).remote(*args, **kwargs) for actor in self._actors])
 
-    def stream(self, role: str) -> Iterator[list[tuple[str, Tensor]]]:
+    def stream(self, role: str, form: Form | None = None) -> Iterator[list[tuple[str, Tensor]]]:
         """What `_Rank.stream` of rank 0 yields, while the others send it their parts."""
         ahead = {"num_returns": "streaming", "_generator_backpressure_num_objects": _BUCKETS_AHEAD}
-        streams = [actor.stream.options(**ahead).remote(role) for actor in self._actors]
+        streams = [actor.stream.options(**ahead).remote(role, form) for actor in self._actors]
         others = {stream.completed(): rank for rank, stream in enumerate(streams) if rank}
         while True:
             try:

@@ -15,6 +15,7 @@ from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
 from rlmca.engines.base import Engine
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
+from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.export import export_hf
 from rlmca.transfer.side_files import Tokenizer
@@ -47,9 +48,10 @@ class SpmdGroup:
         self.parallel.dp_sum(whole)  # every row comes from one rank, the others add zeros
         return TokenOutputs(whole[0, :real], whole[1, :real] if entropy else None)
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_tensors(self, form: Form | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `WorkerGroup`."""
-        return self.engine.weights().tensors()
+        weights = self.engine.weights()
+        return (weights if form is None else weights.in_form(form)).tensors()
 
     def export(self, options: ExportOptions, tokenizer: Tokenizer | None) -> None:
         """See `WorkerGroup`."""

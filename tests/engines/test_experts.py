@@ -36,7 +36,11 @@ LAYOUTS = [
     Layout("pp2_ep2", pp=2, dp=2, ep=2, options=ALLTOALL),
     Layout("tp2_sp_pp2_ep2_etp1_packed", tp=2, sp=True, pp=2, ep=2, etp=1, packing=True, max_tokens=20),
 ]
-IN_CI = ("packed", "ep2", "ep2_alltoall", "tp2_sp_etp1", "pp2_vpp2", "cp2_ep2", "etp2_ep2", "tp2_sp_pp2_ep2_etp1_packed")
+IN_CI = {
+    "qwen3_moe": ("packed", "ep2", "ep2_alltoall", "tp2_sp_etp1", "pp2_vpp2", "cp2_ep2", "etp2_ep2", "tp2_sp_pp2_ep2_etp1_packed"),
+    "qwen2_moe": ("ep2_alltoall", "tp2_sp_etp1", "tp2_sp_pp2_ep2_etp1_packed"),
+    "mixtral": ("ep2", "etp2_ep2"),
+}
 
 
 def named(*names: str) -> list[Layout]:
@@ -53,9 +57,13 @@ def references() -> dict[str, dict[str, Any]]:
     return {name: hf_reference(make_model(name), random_batch()) for name in MIXTURES}
 
 
-@pytest.mark.parametrize("family", list(MIXTURES))
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, id=layout.name, marks=[] if layout.name in IN_CI else pytest.mark.whole) for layout in LAYOUTS]
+    ("layout", "family"),
+    [
+        pytest.param(layout, family, id=f"{layout.name}-{family}", marks=[] if layout.name in IN_CI[family] else pytest.mark.whole)
+        for layout in LAYOUTS
+        for family in MIXTURES
+    ],
 )
 def test_numbers_equal_transformers(layout: Layout, family: str, models: dict[str, Path], references: dict[str, dict[str, Any]]) -> None:
     ours = rank_pool(layout.world).run(gradients_on_rank, models[family], layout, random_batch())[0]
@@ -75,20 +83,54 @@ def exported_on_rank(folder: Path, layout: Layout) -> dict[str, torch.Tensor] | 
     return found if engine.parallel.rank == 0 else None
 
 
+def stacked_on_rank(folder: Path, layout: Layout) -> dict[str, Any] | None:
+    """Log-probs with the weights of the folder, and these weights in its own form and one by one; rank 0 answers."""
+    from rlmca.workers import SpmdGroup
+
+    engine = make_engine(folder, layout)
+    group = SpmdGroup(engine, engine.parallel)
+    logp_BT = group.log_probs(random_batch()).logp_BT
+    own, single = ({name: t.clone() for name, t in group.hf_tensors(form)} for form in (None, "single"))
+    return {"logp_BT": logp_BT, "own": own, "single": single} if engine.parallel.rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", "etp2_ep2"), ("qwen2_moe", "tp2_sp_pp2_ep2_etp1_packed"), ("mixtral", "tp2_sp_etp1")],
+)
+def test_a_folder_of_stacked_experts_loads_and_comes_back(
+    family: str, layout: str, models: dict[str, Path], references: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    make_model(family).save_pretrained(tmp_path, save_original_format=False)
+    (row,) = named(layout)
+    ours = rank_pool(row.world).run(stacked_on_rank, tmp_path, row)[0]
+    torch.testing.assert_close(ours["logp_BT"], references[family]["logp_BT"], rtol=0, atol=1e-5)
+    for form, folder in (("own", tmp_path), ("single", models[family])):
+        stored = load_file(folder / "model.safetensors")
+        assert ours[form].keys() == stored.keys()
+        for name, tensor in stored.items():
+            assert torch.equal(ours[form][name], tensor), f"{form}: {name}"
+
+
 @pytest.mark.parametrize("layout", named("tp2_sp_etp1", "etp2_ep2", "pp2_vpp2"), ids=lambda layout: layout.name)
-def test_weights_come_back_bit_by_bit(layout: Layout, models: dict[str, Path]) -> None:
-    stored = load_file(models["qwen3_moe"] / "model.safetensors")
-    found = rank_pool(layout.world).run(exported_on_rank, models["qwen3_moe"], layout)[0]
+@pytest.mark.parametrize("family", list(MIXTURES))
+def test_weights_come_back_bit_by_bit(family: str, layout: Layout, models: dict[str, Path]) -> None:
+    stored = load_file(models[family] / "model.safetensors")
+    found = rank_pool(layout.world).run(exported_on_rank, models[family], layout)[0]
     assert found.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("layout", named("ep2", "tp2_sp_etp1"), ids=lambda layout: layout.name)
-def test_ten_steps_equal_a_plain_loop(layout: Layout, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*(("qwen3_moe", layout) for layout in named("ep2", "tp2_sp_etp1")), *(("qwen2_moe", layout) for layout in named("tp2_sp"))],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_ten_steps_equal_a_plain_loop(family: str, layout: Layout, models: dict[str, Path]) -> None:
     """Also the norm that gradients are clipped by: experts count once, wherever their parts and copies are."""
-    ours = rank_pool(layout.world).run(train_on_rank, models["qwen3_moe"], layout, 8)[0][:10]
-    theirs = train_plainly(make_model("qwen3_moe").train(), 8)[:10]
+    ours = rank_pool(layout.world).run(train_on_rank, models[family], layout, 8)[0][:10]
+    theirs = train_plainly(make_model(family).train(), 8)[:10]
     for step, (mine, expected) in enumerate(zip(ours, theirs, strict=True)):
         assert abs(mine["loss"] - expected["loss"]) < 1e-4, f"step {step}"
         assert abs(mine["grad_norm"] - expected["grad_norm"]) < 1e-3 * max(1.0, expected["grad_norm"]), f"step {step}"
@@ -100,18 +142,28 @@ def test_resume_is_the_run_without_a_break(layout: Layout, models: dict[str, Pat
         assert rank["resumed"] == rank["whole"] and rank["same_weights"]
 
 
-@pytest.mark.parametrize("change", ["one number of an expert", "two experts swapped", "the router's rows swapped"])
-def test_a_change_of_the_experts_is_seen(change: str, references: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+CHANGES = ("one number of an expert", "two experts swapped", "the router's rows swapped")
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [*((family, change) for family in MIXTURES for change in CHANGES), ("qwen2_moe", "no shared expert"), ("qwen2_moe", "its gate shut")],
+)
+def test_a_change_of_the_experts_is_seen(family: str, change: str, references: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """The comparison above is no formality: what a wrong row of the family's table would do moves log-probs."""
-    model = make_model("qwen3_moe")
+    model = make_model(family)
     experts, gate = model.model.layers[2].mlp.experts, model.model.layers[2].mlp.gate
     with torch.no_grad():
         if change == "one number of an expert":
             experts.down_proj[5, 3, 2] += 1.0
         elif change == "two experts swapped":
             experts.gate_up_proj[[0, 1]] = experts.gate_up_proj[[1, 0]]
-        else:
+        elif change == "the router's rows swapped":
             gate.weight[[2, 3]] = gate.weight[[3, 2]]
+        elif change == "no shared expert":
+            model.model.layers[2].mlp.shared_expert.down_proj.weight.zero_()
+        else:
+            model.model.layers[2].mlp.shared_expert_gate.weight.zero_()
     model.save_pretrained(tmp_path)
     ours = rank_pool(2).run(gradients_on_rank, tmp_path, named("ep2")[0], random_batch())[0]
-    assert (ours["logp_BT"] - references["qwen3_moe"]["logp_BT"]).abs().max() > 1e-3
+    assert (ours["logp_BT"] - references[family]["logp_BT"]).abs().max() > 1e-3

@@ -15,16 +15,19 @@ from transformers import AutoModelForCausalLM
 from rlmca.algorithms.losses import SftLoss
 from rlmca.engines.freeze import trained
 from rlmca.models.options import FreezeOptions
-from rlmca.transfer.peft import MergedFolder, initial_matrix
+from rlmca.transfer.merged import MergedFolder
+from rlmca.transfer.peft import initial_matrix
 from rlmca.workers import SpmdGroup
 from tests.helpers.engine import Layout, assert_same_numbers, gradients_on_rank, hf_reference, make_engine, random_batch
 from tests.helpers.lora import (
     ALL,
     ALPHA,
+    LEAVES,
     RANK,
     draw_adapter,
     hf_log_probs,
     hf_loss,
+    merged_model,
     reference,
     save_adapter,
     train_adapter_plainly,
@@ -60,7 +63,9 @@ MIXED = [
     Layout("tp2_sp_pp2_ep2_etp1", tp=2, sp=True, pp=2, ep=2, etp=1, options=FULL),
 ]
 IN_CI = ("one_full_recompute", "dp2_overlap", "tp2", "tp2_sp_full_recompute", "pp2_vpp2", "tp2_sp_pp2_packed", "tp2_sp_etp1", "etp2_ep2")
+SHARED = [layout for layout in MIXED if layout.name in ("tp2_sp", "tp2_sp_etp1", "ep2")]
 CASES = [("qwen3_untied", layout) for layout in DENSE] + [("qwen3_moe", layout) for layout in MIXED]
+CASES += [(family, layout) for family in ("qwen2_moe", "mixtral") for layout in SHARED]
 LAYERS = {"num_hidden_layers": 4}
 
 
@@ -68,13 +73,19 @@ LAYERS = {"num_hidden_layers": 4}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, dict[str, Any]]]:
     """family -> (model, adapter, what Transformers computes)."""
     found = {}
-    for family in ("qwen3_untied", "qwen3_moe"):
+    for family in ("qwen3_untied", "qwen3_moe", "qwen2_moe", "mixtral"):
         root = tmp_path_factory.mktemp(family)
         model = make_model(family, **LAYERS)
-        adapter = draw_adapter(model)
+        leaves = targets_of(family)
+        adapter = draw_adapter(model, leaves)
         expected = reference(model, adapter, random_batch())
-        found[family] = (save_model(family, root / "model", **LAYERS), save_adapter(root / "adapter", adapter), expected)
+        found[family] = (save_model(family, root / "model", **LAYERS), save_adapter(root / "adapter", adapter, leaves), expected)
     return found
+
+
+def targets_of(family: str) -> tuple[str, ...]:
+    """Names of all linear layers with an adapter."""
+    return (*LEAVES["attention"], "w1", "w2", "w3") if family == "mixtral" else ALL
 
 
 def with_adapter(layout: Layout, adapter: Path, **more: Any) -> Layout:
@@ -87,8 +98,11 @@ def with_adapter(layout: Layout, adapter: Path, **more: Any) -> Layout:
 )
 def test_numbers_equal_the_merged_model(family: str, layout: Layout, folders: dict[str, Any]) -> None:
     model, adapter, expected = folders[family]
-    ours = rank_pool(layout.world).run(gradients_on_rank, model, with_adapter(layout, adapter), random_batch())[0]
+    whole = with_adapter(layout, adapter, targets=targets_of(family))
+    ours = rank_pool(layout.world).run(gradients_on_rank, model, whole, random_batch())[0]
     assert_same_numbers(ours, expected)
+    if family == "qwen2_moe":
+        assert sum("shared_expert." in name for name in expected["gradients"]) == 2 * 3 * 3
 
 
 def test_a_plain_peft_model_has_the_same_gradients(folders: dict[str, Any]) -> None:
@@ -248,3 +262,30 @@ def test_partial_training_has_the_gradients_of_full_training(
     assert wanted and len(wanted) < len(theirs["gradients"]) / 2
     kept = {name: g if name in wanted else torch.zeros_like(g) for name, g in theirs["gradients"].items()}
     assert_same_numbers(ours, {**theirs, "gradients": kept})
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("tp2_sp_etp1", tp=2, sp=True, etp=1), Layout("etp2_ep2", dp=4, ep=2, etp=2)], ids=lambda v: v.name
+)
+def test_stacked_experts_are_merged_in_their_own_form(layout: Layout, folders: dict[str, Any], tmp_path: Path) -> None:
+    """On the way out of the ranks and between files, from a folder that holds all experts of a layer in one tensor."""
+    _, adapter, expected = folders["qwen3_moe"]
+    base = make_model("qwen3_moe", **LAYERS)
+    base.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    ours = rank_pool(layout.world).run(merged_on_rank, tmp_path / "stacked", with_adapter(layout, adapter))[0]
+    live = merged_model(base, load_file(adapter / "adapter_model.safetensors"), ALPHA / RANK).state_dict()
+    with MergedFolder(tmp_path / "stacked", [adapter]) as files:
+        assert files.shapes.keys() == ours.keys() and any(len(shape) == 3 for shape in files.shapes.values())
+        for name in files.shapes:
+            whole = files.read(name)
+            assert torch.equal(whole, ours[name]), name
+            torch.testing.assert_close(whole, live[name], rtol=0, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+            if whole.dim() == 3:
+                assert torch.equal(files.read(name, ((2, 5), (7, 20), (3, 9))), whole[2:5, 7:20, 3:9])
+
+
+def merged_on_rank(folder: Path, layout: Layout) -> dict[str, torch.Tensor] | None:
+    """The merged weights under Hugging Face names; rank 0 answers."""
+    engine = make_engine(folder, layout)
+    found = {name: tensor.clone() for name, tensor in engine.weights().tensors()}
+    return found if engine.parallel.rank == 0 else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,14 @@ class Mutation:
         return copy.deepcopy({**base, self.field: self.value, **self.also})  # Transformers writes into what it is given
 
 
-CONFIG_CLASSES: dict[str, type] = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "qwen2": Qwen2Config, "llama": LlamaConfig}
+CONFIG_CLASSES: dict[str, type] = {
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen2": Qwen2Config,
+    "qwen2_moe": Qwen2MoeConfig,
+    "llama": LlamaConfig,
+    "mixtral": MixtralConfig,
+}
 
 
 def base_config(family: str) -> dict[str, Any]:
@@ -63,7 +70,15 @@ def base_config(family: str) -> dict[str, Any]:
         "qwen3": {"head_dim": 16},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
         "qwen2": {},
+        "qwen2_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
         "llama": {},
+        "mixtral": {"num_local_experts": 4},
     }[family]
     return {
         "model_type": family,
@@ -105,6 +120,8 @@ def _refused(*values: Any) -> list[tuple[Any, Refused]]:
 
 def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
     """field of the config class -> [(value, expectation[, other fields])]."""
+    of_three = {"qwen3_moe": [1, 0, 1], "qwen2_moe": [1, 0, 1], "mixtral": [1, 1, 1]}.get(family)
+    based = {"rotary_base": 10000.0} if family == "mixtral" else {}  # where a rope names the base that other families have anyway
     derived = family != "qwen3"  # without head_dim, the size of a head follows from hidden_size and heads
     windows: dict[str, list[tuple[Any, ...]]] = {
         "use_sliding_window": [
@@ -122,6 +139,29 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
             *_refused(["full_attention"], ["full_attention", "linear_attention"]),
         ],
     }
+    mixture: dict[str, list[tuple[Any, ...]]] = {
+        "decoder_sparse_step": [
+            (2, Maps({"moe_layer_freq": [0, 1]}), {"mlp_only_layers": []}),
+            (3, Refused(), {"mlp_only_layers": []}),
+            *_refused(None),
+        ],
+        "mlp_only_layers": [
+            ([0], Maps({"moe_layer_freq": [0, 1]})),
+            ([7], Maps({"moe_layer_freq": [1, 1]})),
+            (None, Maps({"moe_layer_freq": [1, 1]})),
+            *_refused([0, 1], "0"),
+        ],
+        "moe_intermediate_size": [(16, Maps({"moe_ffn_hidden_size": 16})), *_refused(0)],
+        "num_experts_per_tok": [
+            (3, Maps({"moe_router_topk": 3})),
+            (1, Maps({"moe_router_topk": 1})),
+            (1, Refused(), {"norm_topk_prob": True}),
+            *_refused(5, None),
+        ],
+        "norm_topk_prob": [(True, Maps({"moe_router_pre_softmax": False})), *_refused(1)],
+        "output_router_logits": _refused(True),
+        "router_aux_loss_coef": _same(0.5),
+    }
     own: dict[str, dict[str, list[tuple[Any, ...]]]] = {
         "qwen3": {**windows, "attention_bias": _refused(True), "head_dim": [(8, Maps({"kv_channels": 8})), *_refused(7, None)]},
         "qwen3_moe": {
@@ -132,25 +172,32 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
                 *_refused("yes"),
             ],
             "sliding_window": _same(4, None),
-            "decoder_sparse_step": [
-                (2, Maps({"moe_layer_freq": [0, 1]}), {"mlp_only_layers": []}),
-                (3, Refused(), {"mlp_only_layers": []}),
-                *_refused(None),
-            ],
-            "mlp_only_layers": [
-                ([0], Maps({"moe_layer_freq": [0, 1]})),
-                ([7], Maps({"moe_layer_freq": [1, 1]})),
-                (None, Maps({"moe_layer_freq": [1, 1]})),
-                *_refused([0, 1], "0"),
-            ],
-            "moe_intermediate_size": [(16, Maps({"moe_ffn_hidden_size": 16})), *_refused(0)],
-            "num_experts_per_tok": [(3, Maps({"moe_router_topk": 3})), *_refused(5, None)],
+            **mixture,
             "num_experts": [(8, Maps({"num_moe_experts": 8})), *_refused("4"), (8, Refused("num_local_experts"), {"num_local_experts": 4})],
-            "norm_topk_prob": [(True, Maps({"moe_router_pre_softmax": False})), *_refused(1)],
+        },
+        "qwen2": windows,
+        "qwen2_moe": {
+            **windows,
+            "use_sliding_window": [
+                (True, Refused(), {"sliding_window": 4}),
+                (True, Refused(), {"max_window_layers": 1, "sliding_window": 4}),
+                (True, NoEffect(), {"max_window_layers": 0, "sliding_window": 4}),
+                *_refused("yes"),
+            ],
+            **mixture,
+            "num_experts": [(8, Maps({"num_moe_experts": 8})), *_refused("4", None, 0)],
+            "shared_expert_intermediate_size": [(16, Maps({"moe_shared_expert_intermediate_size": 16})), *_refused(0, None)],
+            "qkv_bias": [(False, Maps({"add_qkv_bias": False})), *_refused(None)],
+        },
+        "mixtral": {
+            "head_dim": [(16, Maps({"kv_channels": 16})), (None, NoEffect()), *_refused(7)],
+            "sliding_window": [*_same(None), *_refused(4)],
+            "num_local_experts": [(8, Maps({"num_moe_experts": 8})), *_refused("4", None, 0)],
+            "num_experts_per_tok": [(3, Maps({"moe_router_topk": 3})), *_refused(1, 5, None)],
+            "router_jitter_noise": _refused(0.1),
             "output_router_logits": _refused(True),
             "router_aux_loss_coef": _same(0.5),
         },
-        "qwen2": windows,
         "llama": {
             "head_dim": [(16, Maps({"kv_channels": 16})), (None, NoEffect()), *_refused(7)],
             "attention_bias": [*_refused(True), (True, Maps({"add_bias_linear": True}), {"mlp_bias": True})],
@@ -161,15 +208,15 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
     return own[family] | {
         "vocab_size": [(71, Maps({"vocab_size": 71})), *_refused(0, "67", 67.5)],
         "hidden_size": [(48, Maps({"hidden_size": 48} | ({"kv_channels": 12} if derived else {})))],
-        "intermediate_size": [(64, Maps({"ffn_hidden_size": 64}))],
-        "num_hidden_layers": [(3, Maps({"num_layers": 3} | ({"moe_layer_freq": [1, 0, 1]} if family == "qwen3_moe" else {})))],
+        "intermediate_size": [(64, Maps({"ffn_hidden_size": 64} | ({"moe_ffn_hidden_size": 64} if family == "mixtral" else {})))],
+        "num_hidden_layers": [(3, Maps({"num_layers": 3} | ({"moe_layer_freq": of_three} if of_three else {})))],
         "num_attention_heads": [
             (8, Maps({"num_attention_heads": 8} | ({"kv_channels": 4} if derived else {}))),
             (5, Refused("num_key_value_heads")),
         ],
         "num_key_value_heads": [
             (1, Maps({"num_query_groups": 1})),
-            (None, Refused() if family == "qwen3_moe" else Maps({"num_query_groups": 4})),  # Transformers' class has no null there
+            (None, Refused() if of_three else Maps({"num_query_groups": 4})),  # Transformers' class has no null there
             *_refused(3),
         ],
         "hidden_act": [*_same("swish"), *_refused("gelu", "gelu_pytorch_tanh", "relu")],
@@ -182,8 +229,8 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         "rope_parameters": [
             ({"rope_type": "default", "rope_theta": 500.0}, Maps({"rotary_base": 500.0})),
             ({"rope_theta": 500.0, "partial_rotary_factor": 1.0}, Maps({"rotary_base": 500.0})),
-            ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, Maps({"seq_len_interpolation_factor": 2.0})),
-            (LLAMA3, Maps(LLAMA3_KEYWORDS)),
+            ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, Maps({"seq_len_interpolation_factor": 2.0} | based)),
+            (LLAMA3, Maps(LLAMA3_KEYWORDS | based)),
             ({}, NoEffect()),
             *[(rope, Refused("rope_parameters.rope_type")) for rope in OTHER_ROPES],
             *[(LLAMA3 | {key: value}, Refused(f"rope_parameters.{key}")) for key, value in
@@ -225,12 +272,18 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
             "attention_bias": _refused(True),
             "use_mrope": [*_same(False), *_refused(True)],
         },
+        "qwen2_moe": {
+            "head_dim": [(16, Maps({"kv_channels": 16})), *_refused(7)],
+            "num_local_experts": [*_same(None), *_refused(4)],
+            "attention_bias": _refused(True),
+        },
+        "mixtral": {"attention_bias": _refused(True), "use_sliding_window": _refused(True)},
         "llama": {"sliding_window": [*_same(None), *_refused(4)], "rope_interleaved": [*_same(False), *_refused(True)]},
     }[family]
     return extra | {
         "rope_theta": [
             (500.0, Maps({"rotary_base": 500.0})),
-            (1000000, Maps({"rotary_base": 1000000})),
+            (1000000, NoEffect() if family == "mixtral" else Maps({"rotary_base": 1000000})),
             (500.0, Refused(), {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
             *_refused(-1.0),
         ],
@@ -252,7 +305,7 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         "final_logit_softcapping": [*_same(None), *_refused(30.0)],
         "attn_logit_softcapping": _refused(50.0),
         "residual_multiplier": _refused(0.22),
-        **({} if family == "qwen3_moe" else {"num_experts": _refused(8)}),
+        **({} if family in ("qwen3_moe", "qwen2_moe") else {"num_experts": _refused(8)}),
         "output_attentions": _same(True),
         "temperature": _same(0.6),
         "max_length": _same(4096),

@@ -54,15 +54,14 @@ def random_batch(vocab: int = 67, rows: int = 8, *, seed: int = 0) -> Batch:
 
 def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: bool = False) -> Any:
     """A `MegatronEngine` of this rank under `layout`, with the weights of `folder` or (`fresh`) newly drawn ones."""
-    import json
     import os
 
     from rlmca.engines.megatron import MegatronEngine
     from rlmca.engines.options import EngineOptions, LossScaleOptions, PipelineOptions
-    from rlmca.layouts import ModelLayout
     from rlmca.models.build import BuildOptions, DataParallelOptions
     from rlmca.models.options import FreezeOptions, LoraOptions
     from rlmca.parallel import megatron
+    from rlmca.transfer.hf_folder import layout_of_folder
 
     _forget_last_engine()
     world = layout.world
@@ -81,8 +80,7 @@ def make_engine(folder: Path, layout: Layout, *, trainable: bool = True, fresh: 
         packing=layout.packing,
         max_tokens_per_microbatch=layout.max_tokens,
     )
-    model_layout = ModelLayout(json.loads((folder / "config.json").read_text()), spec="local")
-    return MegatronEngine(model_layout, parallel, options, folder=None if fresh else folder, trainable=trainable)
+    return MegatronEngine(layout_of_folder(folder), parallel, options, folder=None if fresh else folder, trainable=trainable)
 
 
 def _forget_last_engine() -> None:

@@ -9,9 +9,13 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -46,8 +50,19 @@ MIXTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
         {"tie_word_embeddings": False, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
          "norm_topk_prob": True, "num_hidden_layers": 4, "mlp_only_layers": [1]},
     ),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {"tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 4},
+    ),
 }  # fmt: skip
-"""Families with experts, one layer without; apart from the others, since the Hugging Face engine does not train them."""
+"""Families with experts, where they can one layer without; apart from the others, since the Hugging Face engine does not train them."""
 
 
 def make_model(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

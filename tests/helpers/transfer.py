@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from rlmca.layouts import Coord, ModelLayout, Topology
 from rlmca.transfer.export import export_hf
+from rlmca.transfer.hf_folder import layout_of_folder
 from rlmca.transfer.load import load_ranks
 from rlmca.transfer.stream import LiveWeights, hf_tensors
 
 
 def layout_of(folder: Path, spec: Any = "local") -> ModelLayout:
-    return ModelLayout(json.loads((folder / "config.json").read_text()), spec)
+    return layout_of_folder(folder, spec)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

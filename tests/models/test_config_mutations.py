@@ -12,13 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlmca.engines.megatron import MegatronEngine
 from rlmca.engines.options import EngineOptions
-from rlmca.layouts import ModelLayout, UnsupportedField
+from rlmca.layouts import FAMILIES, ModelLayout, UnsupportedField
 from rlmca.models.build import BuildOptions
 from rlmca.parallel import megatron
 from rlmca.types import batch_of_examples
 from tests.helpers.config_mutations import Maps, Mutation, base_config, mutations
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 IDS = [list(range(1, 12)), [5, 0, 3, 9, 2]]
 
 

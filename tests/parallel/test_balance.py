@@ -61,3 +61,10 @@ def test_the_square_is_attention_and_the_rest_is_weights() -> None:
         measured[tokens] = weights, attention / 2  # eager attention computes the masked half too
     for tokens, (weights, attention) in measured.items():
         assert cost.quadratic * tokens == pytest.approx(attention / weights, rel=0.02)
+
+
+def test_a_token_costs_the_experts_that_it_goes_through() -> None:
+    own = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
+    assert row_cost({**own, "num_experts_per_tok": 3}) == row_cost({**own, "intermediate_size": 384})
+    chosen = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    assert row_cost({**own, **chosen}) == row_cost({**own, "intermediate_size": 160})

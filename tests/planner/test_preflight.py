@@ -12,7 +12,7 @@ import torch
 
 from rlmca.config import ConfigError, Environment, make_config
 from rlmca.planner import dry_run, preflight_errors
-from tests.helpers.models import save_model
+from tests.helpers.models import make_model, save_model
 from tests.planner.test_dry_run import cfg, values
 
 __all__ = ["values"]
@@ -81,7 +81,7 @@ def test_fusions_without_a_kernel_of_their_own_run_anywhere(values: dict[str, An
         ({"expert_tensor_parallel_size": 5}, 5, "expert_tensor_parallel_size is 5, but moe_intermediate_size is 24"),
         ({"tensor_model_parallel_size": 2}, 2, "tensor_model_parallel_size is 2 and the model has experts"),
         ({"expert_model_parallel_size": 4}, 2, "world size 2 is not a multiple of expert tensor 1 x expert 4 x pipeline 1 = 4"),
-        ({"stage": "grpo", "rewards": "exact"}, 1, "rollouts of models with experts are not in this version"),
+        ({"stage": "grpo", "rewards": "exact", "sglang_base_urls": ["http://127.0.0.1:9"]}, 1, "SGLang gives experts to every layer"),
     ],
 )
 def test_what_experts_need_is_said_with_the_numbers(
@@ -89,7 +89,7 @@ def test_what_experts_need_is_said_with_the_numbers(
 ) -> None:
     save_model("qwen3_moe", tmp_path / "experts")
     mixture = {**values, "model_name_or_path": str(tmp_path / "experts")}
-    assert preflight_errors(cfg(mixture), 1) == []
+    assert preflight_errors(cfg(mixture), 1) == preflight_errors(cfg({**mixture, "stage": "grpo", "rewards": "exact"}), 1) == []
     assert any(words in error for error in preflight_errors(cfg({**mixture, **changes}), world))
     (error,) = preflight_errors(cfg({**values, "expert_model_parallel_size": 2}), 2)
     assert "expert_model_parallel_size is 2, but the model has no experts" in error
@@ -118,3 +118,14 @@ def test_a_family_that_transformers_fuses_is_refused_by_its_engine_before_it_is_
     run = make_config({**values, "model_name_or_path": str(tmp_path / "experts")}, env=Environment())
     (error,) = preflight_errors(run, 1)
     assert "renames or fuses weights of qwen3_moe models" in error and "USE_MCA=1" in error
+
+
+def test_servers_of_experts_are_refused_where_they_would_compute_otherwise(values: dict[str, Any], tmp_path: Path) -> None:
+    served = {"stage": "grpo", "rewards": "exact", "sglang_base_urls": ["http://127.0.0.1:9"]}
+    for family, words in (("mixtral", None), ("qwen2_moe", "a shared expert by SGLang's servers is not in this version")):
+        save_model(family, tmp_path / family, **({} if words is None else {"mlp_only_layers": []}))
+        errors = preflight_errors(cfg({**values, **served, "model_name_or_path": str(tmp_path / family)}), 1)
+        assert errors == [] if words is None else words in errors[0]
+    make_model("mixtral").save_pretrained(tmp_path / "stacked", save_original_format=False)
+    (error,) = preflight_errors(cfg({**values, **served, "model_name_or_path": str(tmp_path / "stacked")}), 1)
+    assert "hold the experts of a layer in one tensor" in error

@@ -30,6 +30,7 @@ class Samples:
     """An engine whose sampler drew [he, llo], end."""
 
     version = 3
+    form = None
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Reply]]:
         return [[Reply([HE, LLO, END], [-0.5, -0.25, -0.125], [3, 3, 3], "stop") for _ in r.seeds] for r in requests]

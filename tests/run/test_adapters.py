@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlmca.config import ConfigError, Environment, make_config
 from rlmca.planner.preflight import preflight_errors
 from rlmca.run.commands import run_export
-from rlmca.transfer.peft import MergedFolder
+from rlmca.transfer.merged import MergedFolder
 from tests.helpers.ranks import rank_pool
 from tests.helpers.runs import grpo_options, log_lines, make_project, run, sft_options, write_reward
 from tests.helpers.stages import run_stage

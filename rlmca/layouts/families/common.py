@@ -233,9 +233,9 @@ EXPERTS = (
     Row(M + "mlp.router.weight", {L + "mlp.gate.weight": ("experts", "hidden")}, REPLICATED, of=mixture_layer),
     Row(M + "mlp.experts.local_experts.{e}.linear_fc1.weight",
         {L + f"mlp.experts.{{e}}.{x}_proj.weight": ("moe_ffn", "hidden") for x in ("gate", "up")}, GATED,
-        te=M + "mlp.experts.linear_fc1.weight{e}", of=mixture_layer, expert=True),
+        te=M + "mlp.experts.linear_fc1.weight{e}", of=mixture_layer, expert=True, stacked=L + "mlp.experts.gate_up_proj"),
     Row(M + "mlp.experts.local_experts.{e}.linear_fc2.weight", {L + "mlp.experts.{e}.down_proj.weight": ("hidden", "moe_ffn")}, ROW,
-        te=M + "mlp.experts.linear_fc2.weight{e}", of=mixture_layer, expert=True),
+        te=M + "mlp.experts.linear_fc2.weight{e}", of=mixture_layer, expert=True, stacked=L + "mlp.experts.down_proj"),
 )  # fmt: skip
 HEAD = (
     Row("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, REPLICATED, at="last"),

@@ -40,13 +40,15 @@ def experts(values: Values) -> Part:
     number, chosen = next(iter(both), 128), values["num_experts_per_tok"]
     if chosen > number:
         raise FieldError("num_experts_per_tok", chosen, f"there are {number} experts")
+    if chosen == 1 and values["norm_topk_prob"]:
+        raise FieldError("num_experts_per_tok", 1, "with norm_topk_prob the router would learn nothing; 2 or more work")
     step, dense = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
         raise FieldError("mlp_only_layers", dense, "write a list of layer numbers")
     mixture = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(values["num_hidden_layers"])]
     if not any(mixture):
         field = "mlp_only_layers" if dense else "decoder_sparse_step"
-        raise FieldError(field, values[field], "no layer is left with experts; models without are of type qwen3")
+        raise FieldError(field, values[field], "no layer is left with experts; models without are of a type that has none")
     return {
         "config": {
             "num_moe_experts": number,

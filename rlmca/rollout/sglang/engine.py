@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rlmca.config.sglang import SyncOptions
+from rlmca.layouts import Form
 from rlmca.rollout.base import Reply, Request, RolloutError, SamplingParams
 from rlmca.rollout.requests import check_requests
 from rlmca.rollout.sglang.client import ServerClient, generate_all, open_clients, run_watched, together
@@ -45,6 +46,9 @@ class SglangEngine:
     `timeout` the seconds of one. `scratch` takes the files of method disk where shared memory has no room. Neither
     `generate` nor `update_weights` may be called inside a running event loop.
     """
+
+    form: Form | None = None
+    """Servers take what files of the folder that they started from hold."""
 
     def __init__(
         self,

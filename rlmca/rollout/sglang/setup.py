@@ -14,6 +14,7 @@ from rlmca.config.sglang import SglangOptions, server_flags
 from rlmca.rollout.sglang.engine import IN_FLIGHT, NO_VERSION, ServedModel, SglangEngine
 from rlmca.rollout.sglang.environment import sglang_python, uses_cuda
 from rlmca.rollout.sglang.expected import ExpectedTensors
+from rlmca.rollout.sglang.mixtures import mixture_error
 from rlmca.rollout.sglang.server import ServerOptions, SglangServer
 from rlmca.transfer.hf_folder import open_hf_folder, read_config
 
@@ -68,7 +69,10 @@ def served_model(folder: Path, context_length: int | None) -> ServedModel:
     longest = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
     if context_length is not None and longest is not None and context_length > longest:
         raise ConfigError(f"sglang: context_length {context_length} is more than the model's max_position_embeddings {longest}")
-    return ServedModel(config, ExpectedTensors.of_folder(folder), context_length or longest)
+    expected = ExpectedTensors.of_folder(folder)
+    if error := mixture_error(config, expected.shapes or ()):
+        raise ConfigError(error)
+    return ServedModel(config, expected, context_length or longest)
 
 
 def server_options(cfg: RunConfig, folder: Path, model: ServedModel, dtype: torch.dtype, log_dir: Path, number: int) -> ServerOptions:

@@ -1,0 +1,119 @@
+"""A model's folder read with adapters merged into it: files -> files, files -> ranks and files -> rollout engines alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.layouts.adapters import PREFIX
+from rlmca.layouts.boxes import Box, Range, full
+from rlmca.transfer.hf_folder import HFFolder, HFFolderError
+from rlmca.transfer.peft import AdapterFolder
+
+
+class _Part(NamedTuple):
+    """Rows of a stored tensor that are the linear layer `name`, of entry `expert` where experts are stacked."""
+
+    name: str
+    expert: int | None
+    rows: Range
+
+
+class MergedFolder(HFFolder):
+    """What is read is W + sum of scaling * B A over the adapters, rounded once to W's type.
+
+    Raises HFFolderError for an adapter of a layer that the model does not have, or of another shape.
+    """
+
+    def __init__(self, path: Path, adapters: Sequence[Path]) -> None:
+        super().__init__(path)
+        self._adapters: list[AdapterFolder] = []
+        try:
+            self._stacked = self._stacked_parts()
+            for adapter in adapters:
+                self._adapters.append(AdapterFolder(Path(adapter)))
+                self._check(self._adapters[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """See `HFFolder.read`."""
+        value, box = super().read(name, box), full(self.shapes[name]) if box is None else box
+        total: Tensor | None = None
+        for part in self._parts(name):
+            for adapter in self._adapters:
+                if (at := _inside(part, box)) is None or _pair(part.name)[0] not in adapter.shapes:
+                    continue
+                if total is None:
+                    total = value.to(torch.promote_types(value.dtype, torch.float64 if value.dtype == torch.float32 else torch.float32))
+                into = total[at[0]]
+                into += _delta(adapter, part.name, at[1], box[-1], total.dtype)
+        return value if total is None else total.to(value.dtype)
+
+    def close(self) -> None:
+        """Close the files."""
+        super().close()
+        for adapter in getattr(self, "_adapters", []):
+            adapter.close()
+
+    def _parts(self, name: str) -> list[_Part]:
+        return self._stacked.get(name) or [_Part(name, None, (0, self.shapes[name][0]))]
+
+    def _stacked_parts(self) -> dict[str, list[_Part]]:
+        """The layers inside stacked tensors, by way of the Megatron parameters that both forms describe."""
+        try:
+            single = ModelLayout(self.config)
+        except ValueError:
+            return {}  # a family that only Transformers knows has nothing stacked here
+        stored = single.as_stored(self.shapes)
+        if stored.form == single.form:
+            return {}
+        parts: dict[str, list[_Part]] = {}
+        plans = (layout.rank_plan(Topology(), Coord()) for layout in (stored, single))
+        for whole, own in zip(*(plan.values() for plan in plans), strict=True):
+            for inside in own.copies:
+                for outer in whole.copies:
+                    (low, high), (first, last) = inside.dst[0], outer.dst[0]
+                    if outer.hf != inside.hf and first <= low and high <= last:
+                        start = outer.src[-2][0] + low - first
+                        expert = outer.src[0][0] if len(outer.src) == 3 else None
+                        parts.setdefault(outer.hf, []).append(_Part(inside.hf, expert, (start, start + high - low)))
+        return parts
+
+    def _check(self, adapter: AdapterFolder) -> None:
+        fits: set[str] = set()
+        for name, shape in self.shapes.items():
+            for part in self._parts(name):
+                wants = (adapter.adapter.rank, shape[-1]), (part.rows[1] - part.rows[0], adapter.adapter.rank)
+                pair = _pair(part.name)
+                if all(adapter.shapes.get(matrix) == want for matrix, want in zip(pair, wants, strict=True)):
+                    fits.update(pair)
+        if wrong := [name for name in adapter.shapes if name not in fits]:
+            raise HFFolderError(f"the adapter {adapter.path} does not fit the model {self.path}: {', '.join(wrong[:4])} has no place there")
+
+
+def _pair(name: str) -> tuple[str, str]:
+    stem = PREFIX + name.removesuffix(".weight")
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def _inside(part: _Part, box: Box) -> tuple[tuple[int | slice, ...], Range] | None:
+    """Where the part lies in what was read of `box`, and which rows of the layer these are; None where they miss."""
+    rows = box[-2] if len(box) > 1 else box[0]
+    low, high = max(part.rows[0], rows[0]), min(part.rows[1], rows[1])
+    if low >= high or (part.expert is not None and not box[0][0] <= part.expert < box[0][1]):
+        return None
+    at = (slice(low - rows[0], high - rows[0]),)
+    return (at if part.expert is None else (part.expert - box[0][0], *at)), (low - part.rows[0], high - part.rows[0])
+
+
+def _delta(adapter: AdapterFolder, name: str, rows: Range, columns: Range, wide: torch.dtype) -> Tensor:
+    a_name, b_name = _pair(name)
+    ranks = (0, adapter.adapter.rank)
+    return (adapter.read(b_name, (rows, ranks)).to(wide) @ adapter.read(a_name, (ranks, columns)).to(wide)) * adapter.adapter.scaling
