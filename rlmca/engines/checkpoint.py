@@ -134,9 +134,11 @@ def _make_moments(optimizer: Any) -> None:
 
 
 def _agree_on_steps(optimizer: Any, parallel: Parallel) -> None:
-    """Rank 0 writes the count of steps for all ranks, and does not count when it trains nothing itself (a frozen stage)."""
-    groups = [group for group in optimizer.param_groups if "step" in group]
-    most = torch.tensor([max((int(group["step"]) for group in groups), default=0)], device=parallel.device)
+    """Rank 0 writes the counts of all ranks, and has not counted groups of which it holds nothing: its stage has no experts, or
+    is not trained."""
+    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+    groups = [group for part in parts for group in part.optimizer.param_groups]
+    most = torch.tensor([max((int(group["step"]) for group in groups if "step" in group), default=0)], device=parallel.device)
     if parallel.world_size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     for group in groups:

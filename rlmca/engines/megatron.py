@@ -33,6 +33,7 @@ from rlmca.models.build import build_policy, wrap_data_parallel
 from rlmca.models.lora import require_input_gradients, without
 from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
+from rlmca.transfer.kept import KeptTensors
 from rlmca.transfer.load import load_ranks
 from rlmca.transfer.merged import MergedFolder
 from rlmca.transfer.stream import LiveWeights
@@ -62,6 +63,7 @@ class MegatronEngine:
         self._adapters: EngineAdapters | None = None
         if folder is not None:
             self._load_weights(folder)
+        self._kept = KeptTensors(folder, layout.megatron.kept) if folder is not None and layout.megatron.kept else None
         if trainable:
             self._choose_trained(fresh=folder is None)
         self.models: list[Any] = list(self.chunks)
@@ -217,7 +219,15 @@ class MegatronEngine:
         ]
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self.named_parameters()}
+        plan = self.layout.rank_plan(self.topology, self.coord)
+        buffers = {
+            in_chunk(name, self.coord.pp + self.topology.pp * number, self.topology): buffer
+            for number, chunk in enumerate(self.chunks)
+            for name, buffer in chunk.named_buffers()
+        }
+        return {name: parameter.data for name, parameter in self.named_parameters()} | {
+            name: buffer.data for name, buffer in buffers.items() if name in plan
+        }
 
     def _gather_weights(self) -> None:
         """With overlapped parameter gathering the last step's weights arrive during the next forward: fetch them now."""
@@ -240,6 +250,7 @@ class MegatronEngine:
                 group=dist.group.WORLD if self.parallel.world_size > 1 else None,
                 readable=self._offload.check,
                 added=(lambda param, at: None) if self._adapters is None else self._adapters.delta,
+                kept=self._kept,
             )
         return self._weights
 

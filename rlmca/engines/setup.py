@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from rlmca.config import RunConfig, virtual_stages
 from rlmca.engines.base import Engine
+from rlmca.observe.console import note
 from rlmca.parallel import groups
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import layout_of_folder
+from rlmca.transfer.kept import kept_note
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -64,4 +66,6 @@ def build_engine(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable:
 
     options = engine_options(cfg)
     layout = layout_of_folder(folder, choose_spec(options.build.transformer_impl))
+    if trainable and not fresh and parallel.is_main and (text := kept_note(folder, layout.megatron.kept)):
+        note(text)
     return MegatronEngine(layout, parallel, options, folder=None if fresh else folder, trainable=trainable)

@@ -21,13 +21,15 @@ class ParamPlan:
     """A parameter of one rank: its shape and the copies that fill it. Elements that no copy fills are padding (zero).
 
     `axis` is the axis that tensor parallelism cuts, None where every tensor-parallel rank holds a copy. `expert`: a part of
-    one expert, so the ranks of expert parallelism hold it, not those of tensor parallelism.
+    one expert, so the ranks of expert parallelism hold it, not those of tensor parallelism. `buffer`: a float32 buffer of the
+    module, which is not trained.
     """
 
     shape: Shape
     copies: tuple[Copy, ...]
     axis: int | None = None
     expert: bool = False
+    buffer: bool = False
 
 
 class Piece(NamedTuple):
@@ -90,6 +92,10 @@ class ModelLayout:
         """Name and shape of every Hugging Face tensor, in the order of the model (no lm_head when tied)."""
         return {name: shape for place in self._rows_in_order() for name, shape in self._stored(*place).items()}
 
+    def hf_buffers(self) -> frozenset[str]:
+        """Those of `hf_tensors` that are float32 whatever the others are, and are not trained."""
+        return frozenset(name for place in self._rows_in_order() if place[0].buffer for name in self._shapes(*place))
+
     def padded_vocab(self, topology: Topology) -> int:
         """Rows of the embedding over all ranks: the vocabulary rounded up to `vocab_multiple * tp`."""
         unit = topology.vocab_multiple * topology.tp
@@ -104,14 +110,16 @@ class ModelLayout:
     def check_width(self, topology: Topology) -> None:
         """Raises LayoutError when a layer's heads or its feed-forward rows do not split over the tensor-parallel ranks."""
         config = self.megatron.config
-        sizes = {
-            "num_key_value_heads": int(config["num_query_groups"]),
-            "num_attention_heads": int(config["num_attention_heads"]),
-        }
+        sizes = {} if self.megatron.latent else {"num_key_value_heads": int(config["num_query_groups"])}
+        sizes["num_attention_heads"] = int(config["num_attention_heads"])
+        if self.megatron.latent and self.spec == "local":  # Megatron makes these ways down split before torch's parts replace them
+            sizes |= {"q_lora_rank": self._sizes["q_latent"], "kv_lora_rank + qk_rope_head_dim": self._sizes["kv_down"]}
         if any(not self.megatron.has_experts(layer) for layer in range(self.num_layers)):
             sizes["intermediate_size"] = int(config["ffn_hidden_size"])
         if "shared_ffn" in self._sizes:
-            sizes["shared_expert_intermediate_size"] = self._sizes["shared_ffn"]
+            several = "n_shared_experts" in self.family.fields
+            field = "n_shared_experts x moe_intermediate_size" if several else "shared_expert_intermediate_size"
+            sizes[field] = self._sizes["shared_ffn"]
         for hf, size in sizes.items():
             if size % topology.tp:
                 fits = [tp for tp in range(1, topology.tp) if not any(n % tp for n in sizes.values())]
@@ -225,4 +233,5 @@ class ModelLayout:
                 copies = cut(tiles, box)
                 if row.stacked is not None and self.form == "stacked":
                     copies = stack(copies, shapes, row.stacked.format(l=layer), expert if row.expert else None)
-                yield _Place(coord, places[coord.pp], ParamPlan(extents(box), tuple(copies), row.layout.axis, row.expert), primary)
+                plan = ParamPlan(extents(box), tuple(copies), row.layout.axis, row.expert, row.buffer)
+                yield _Place(coord, places[coord.pp], plan, primary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Spec = Literal["local", "te"]
@@ -39,10 +39,22 @@ class MegatronModel:
 
     `config` is for `TransformerConfig`; its "activation_func" is the *name* of a function in torch.nn.functional.
     `model` is for `GPTModel`; its "vocab_size" is the real vocabulary, which the builder replaces with the padded one.
+    `files` says what a folder holds besides the model, see `kept`.
     """
 
     config: Mapping[str, Any]
     model: Mapping[str, Any]
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """How the names of tensors begin that no part of the model reads, and that its exports carry along as they are."""
+        return tuple(self.files.get("kept", ()))
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention keeps queries, keys and values in a narrow form of their own (multi-latent attention)."""
+        return bool(self.config.get("multi_latent_attention"))
 
     @property
     def tied(self) -> bool:
@@ -59,13 +71,15 @@ class MegatronModel:
         return bool(self.num_experts and self.config["moe_layer_freq"][layer])
 
     def sizes(self) -> dict[str, int]:
-        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head; experts, moe_ffn, shared_ffn; one."""
+        """Extents that rows name: vocab, hidden, ffn, q and kv (rows of the projections), head; experts, moe_ffn, shared_ffn; one;
+        of multi-latent attention see `_latent_sizes`."""
         c, head = self.config, int(self.config["kv_channels"])
         mixture = {"experts": self.num_experts, "moe_ffn": c["moe_ffn_hidden_size"]} if self.num_experts else {}
         if (shared := c.get("moe_shared_expert_intermediate_size")) is not None:
             mixture["shared_ffn"] = shared
         return {
             **mixture,
+            **(self._latent_sizes() if self.latent else {}),
             "vocab": self.model["vocab_size"],
             "hidden": c["hidden_size"],
             "ffn": c["ffn_hidden_size"],
@@ -73,6 +87,17 @@ class MegatronModel:
             "kv": c["num_query_groups"] * head,
             "head": head,
             "one": 1,
+        }
+
+    def _latent_sizes(self) -> dict[str, int]:
+        """q_latent, kv_latent and kv_down (with the rotated key): rows of the way down; kv_up and v: of all heads' way up, and values."""
+        c, heads = self.config, self.config["num_attention_heads"]
+        return {
+            "q_latent": c["q_lora_rank"] or 0,
+            "kv_latent": c["kv_lora_rank"],
+            "kv_down": c["kv_lora_rank"] + c["qk_pos_emb_head_dim"],
+            "kv_up": heads * (c["qk_head_dim"] + c["v_head_dim"]),
+            "v": heads * c["v_head_dim"],
         }
 
 
@@ -97,6 +122,7 @@ class Row:
     layer in Hugging Face names, of the rank in Megatron names; expert ranks split it instead of tensor-parallel ones.
     `stacked` names the one tensor that is `hf` in the stacked form: its tensors behind each other along axis 0 and, of a row
     with `expert`, all experts along an axis in front; None where the form changes nothing.
+    `buffer`: no optimizer trains it, and whatever the type of the parameters it is float32.
     """
 
     megatron: str
@@ -108,6 +134,7 @@ class Row:
     of: Callable[[MegatronModel, int], bool] = every
     expert: bool = False
     stacked: str | None = None
+    buffer: bool = False
 
     def name(self, spec: Spec, layer: int, expert: int = 0) -> str:
         """Parameter name under `spec`; `layer` counts inside the stage, `expert` inside the rank."""

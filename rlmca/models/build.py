@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rlmca.layouts import Coord, ModelLayout, Topology
 from rlmca.layouts.pipeline import megatron_layout
 from rlmca.layouts.plan import in_chunk
+from rlmca.models.latent import leave_biases
 from rlmca.models.options import BuildOptions, DataParallelOptions
 from rlmca.models.policy import PolicyModel
 from rlmca.models.spec import block_spec, choose_spec, kernel_errors
@@ -27,7 +28,8 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
     """TransformerConfig of the checkpoint's own fields, the run's options and the layout."""
     own = dict(layout.megatron.config)
     own["activation_func"] = getattr(torch.nn.functional, own["activation_func"])
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    kind = MLATransformerConfig if layout.megatron.latent else TransformerConfig
+    known = {f.name for f in dataclasses.fields(kind)}
     unknown = sorted(set(options.additional_configs) - known)
     if unknown:
         raise ValueError(f"additional_configs: {', '.join(unknown)} is no field of megatron-core's TransformerConfig")
@@ -63,14 +65,14 @@ def transformer_config(layout: ModelLayout, options: BuildOptions, topology: Top
         # freed under a send that is still under way (several chunks send ahead), gloo sends whatever is in that memory next
         "deallocate_pipeline_outputs": topology.vpp == 1 or platform.is_cuda(),
     }
-    plain = TransformerConfig(**{**own, **run})
+    plain = kind(**{**own, **run})
     ignored = [name for name, value in options.additional_configs.items() if name not in HONOURED and value != getattr(plain, name)]
     if ignored:
         raise ValueError(
             f"additional_configs: {', '.join(sorted(ignored))}: not in this version, the layers would not follow it; "
             f"the fields that work are {', '.join(HONOURED)}"
         )
-    return TransformerConfig(**{**own, **run, **{name: value for name, value in options.additional_configs.items() if name in HONOURED}})
+    return kind(**{**own, **run, **{name: value for name, value in options.additional_configs.items() if name in HONOURED}})
 
 
 def _experts(layout: ModelLayout, options: BuildOptions, topology: Topology) -> dict[str, Any]:
@@ -117,6 +119,7 @@ def _build_chunk(layout: ModelLayout, options: BuildOptions, topology: Topology,
             real_vocab_size=layout.megatron.model["vocab_size"],
             **{**layout.megatron.model, "vocab_size": layout.padded_vocab(topology)},
         )
+    leave_biases(model.modules(), model.config)
     _mark_shards(model, layout, topology, coord, chunk)
     if platform.is_cuda():
         model.cuda(torch.cuda.current_device())

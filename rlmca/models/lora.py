@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rlmca.layouts.adapters import Branches, branches_of
 from rlmca.layouts.plan import ParamPlan
+from rlmca.models.latent import WholeLinear
 from rlmca.models.options import LoraOptions
 
 NAME = "adapters"
@@ -49,24 +50,26 @@ class Adapters(nn.ModuleDict):
     Where collectives stand: A of a layer split by rows sees a part of the inputs, so its outputs are summed; the outputs
     of A of one split by columns are copies, whose gradients from each rank's part of B are summed. With sequence
     parallelism A (or B, by rows) sees a part of the tokens: Megatron sums the gradients of parameters that are marked
-    `sequence_parallel`. Experts leave sums to the token dispatcher; what each rank holds whole gets its gradient summed.
+    `sequence_parallel`. A layer that every rank holds whole has whole matrices. Experts leave sums to the token dispatcher; what each rank holds whole gets its gradient summed.
     """
 
     def __init__(self, linear: Any, branches: Branches, options: LoraOptions) -> None:
         super().__init__({b.leaf: Branch(b.a_shape, b.b_shape, linear.weight) for b in branches.branches})
         self.scaling, self.dropout, self.enabled = options.scaling, options.dropout, True
+        whole = isinstance(linear, WholeLinear)
         self._columns = isinstance(linear, ColumnParallelLinear)
-        self._group = linear.tp_group
+        self._group = None if whole else linear.tp_group
         self._split = self._group is not None and self._group.size() > 1
-        self._expert = bool(linear.is_expert)
-        self._sequence = bool(linear.sequence_parallel) and self._split and not self._expert
+        self._expert = not whole and bool(linear.is_expert)
+        self._sequence = bool(linear.config.sequence_parallel) and not self._expert and (self._split or whole)
         self._outputs = linear.weight.shape[0]
         rows = None if branches.rows is None else torch.tensor(branches.rows, device=linear.weight.device)
         self.register_buffer("_rows", rows, persistent=False)
         if self._sequence:
             for branch in self._branches():
-                shared: Any = branch.lora_A if self._columns else branch.lora_B
-                shared.sequence_parallel = True
+                shared = branch.parameters() if whole else [branch.lora_A if self._columns else branch.lora_B]
+                for matrix in shared:
+                    matrix.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, input_XI: Tensor) -> Tensor:
         a_s, b_s = map(list, zip(*(branch() for branch in self._branches()), strict=True))
@@ -127,7 +130,7 @@ class Adapters(nn.ModuleDict):
             return input_XI
         # Inputs that tensor-parallel ranks hold as copies must lose the same entries on all of them; elsewhere each
         # rank draws from a state of its own, so that the common one stays in step.
-        common = self._columns and not self._sequence and not self._expert
+        common = (self._columns or self._group is None) and not self._sequence and not self._expert
         with contextlib.nullcontext() if common else get_cuda_rng_tracker().fork():
             return F.dropout(input_XI, self.dropout)
 
@@ -141,7 +144,7 @@ def attach(model: nn.Module, weights: Mapping[str, ParamPlan], plan: Mapping[str
     attached: dict[str, Adapters] = {}
     for path, linear in list(model.named_modules()):
         name = f"{path}.weight"
-        if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) or name not in weights:
+        if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear, WholeLinear)) or name not in weights:
             continue
         if (branches := branches_of(name, weights[name], plan)) is not None:
             adapters = Adapters(linear, branches, options)

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlmca.models.attention import TorchCoreAttention, TorchRMSNorm
+from rlmca.models.latent import LATENT_EPS, use_latent_attention
 from rlmca.models.options import BuildOptions
 from rlmca.parallel import platform
 
@@ -69,6 +70,11 @@ def kernel_errors(options: BuildOptions, *, packing: bool = False) -> list[str]:
 def block_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None = None) -> Any:
     """The decoder block of this pipeline stage (of its chunk `vp_stage`) under `spec`."""
     if spec == "te":
+        if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
+            raise ValueError(
+                f"rms_norm_eps is {config.layernorm_epsilon}, and Transformer Engine would use it for latent vectors, whose norms have "
+                f"{LATENT_EPS}; write transformer_impl: local"
+            )
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -81,11 +87,18 @@ def block_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None = Non
 
 def _local_layer(config: TransformerConfig, has_experts: bool) -> Any:
     experts = config.num_moe_experts if has_experts else None
-    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = TorchCoreAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        use_latent_attention(layer)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
     return layer

@@ -26,6 +26,8 @@ class RowCost:
 
 def row_cost(hf_config: Mapping[str, Any]) -> RowCost:
     """Costs for a model with this config.json; a field that it lacks is taken as most models have it."""
+    if hf_config.get("kv_lora_rank"):
+        return _latent_cost(hf_config)
     hidden = int(hf_config.get("hidden_size") or 1024)
     heads = int(hf_config.get("num_attention_heads") or max(1, hidden // 128))
     head_size = int(hf_config.get("head_dim") or hidden // heads)
@@ -37,6 +39,16 @@ def row_cost(hf_config: Mapping[str, Any]) -> RowCost:
         ffn += int(hf_config.get("shared_expert_intermediate_size") or 0)
     query = heads * head_size
     return RowCost(query / (2 * hidden * query + 2 * hidden * groups * head_size + 3 * hidden * ffn))
+
+
+def _latent_cost(c: Mapping[str, Any]) -> RowCost:
+    """The same for multi-latent attention: keys and values of a head differ in size, and weights lie on the ways down and up."""
+    hidden, heads, kv, value = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["v_head_dim"]
+    key, rotated = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["qk_rope_head_dim"]
+    queries = c["q_lora_rank"] * (hidden + heads * key) if c.get("q_lora_rank") else hidden * heads * key
+    attention = queries + hidden * (kv + rotated) + kv * heads * (c["qk_nope_head_dim"] + value) + heads * value * hidden
+    experts = int(c.get("num_experts_per_tok") or 1) + int(c.get("n_shared_experts") or 0)
+    return RowCost(heads * (key + value) / 2 / (attention + 3 * hidden * experts * int(c["moe_intermediate_size"])))
 
 
 def partition(costs: Sequence[float], bins: int) -> list[list[int]]:

@@ -43,9 +43,10 @@ def rank_parameters(hf_config: Mapping[str, Any], topology: Topology) -> tuple[i
     """(elements of the model, elements of each coordinate). ValueError when the family or the layout does not fit."""
     layout = ModelLayout(hf_config)
     layout.check(topology)
-    total = sum(math.prod(shape) for shape in layout.hf_tensors().values())
+    buffers = layout.hf_buffers()
+    total = sum(math.prod(shape) for name, shape in layout.hf_tensors().items() if name not in buffers)
     ranks = [
-        RankParameters(coord, sum(math.prod(plan.shape) for plan in layout.rank_plan(topology, coord).values()))
+        RankParameters(coord, sum(math.prod(plan.shape) for plan in layout.rank_plan(topology, coord).values() if not plan.buffer))
         for coord in topology.coords()
     ]
     return total, ranks

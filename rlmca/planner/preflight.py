@@ -83,6 +83,7 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
         lambda: layout.check_width(topology),
         lambda: layout.check_experts(topology),
         lambda: _check_routing(cfg, layout),
+        lambda: _check_latent(cfg, layout),
         lambda: layout.check_context(topology, megatron.context_parallel_size, megatron.cp_comm_type),
     ]
     if megatron.recompute_method and not errors:
@@ -108,6 +109,8 @@ def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
             f"tensor_model_parallel_size is {cfg.megatron.tensor_model_parallel_size} and the model has experts: "
             "every rank would route all tokens; write sequence_parallel: true"
         )
+    if _writes_replies(cfg) and layout.megatron.latent:
+        raise LayoutError(f"stage {cfg.stage} of {layout.family.model_type}: replies of such models are not in this version")
     if _writes_replies(cfg) and _by_servers(cfg):
         tensors = tensor_names(resolve_model(cfg.model.model_name_or_path, cfg.model))
         if error := mixture_error(layout.hf_config, tensors):
@@ -117,6 +120,15 @@ def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
                 f"rollout_engine: sglang of {layout.family.model_type}: a shared expert by SGLang's servers is not in this version; "
                 "write rollout_engine: local"
             )
+
+
+def _check_latent(cfg: RunConfig, layout: ModelLayout) -> None:
+    """Raises LayoutError for a kernel that multi-latent attention has not been compared with."""
+    if layout.megatron.latent and cfg.megatron.apply_rope_fusion:
+        raise LayoutError(
+            f"apply_rope_fusion: not in this version with the latent attention of {layout.family.model_type}; "
+            "write apply_rope_fusion: false, the result is the same"
+        )
 
 
 def _kernel_errors(cfg: RunConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from rlmca.layouts import ModelLayout
 from rlmca.transfer.hf_folder import HFFolder, HFFolderError, check_tensors, open_hf_folder
 from rlmca.transfer.hf_writer import HFWriter, new_folder
+from rlmca.transfer.kept import kept_names
 from rlmca.transfer.merged import MergedFolder
 from rlmca.transfer.side_files import copy_side_files, settle_config
 
@@ -26,32 +27,35 @@ def rewrite_hf(
 ) -> int:
     """Copy the model one tensor at a time, adapters merged into it, then read it back; returns the number of tensors.
 
-    `dtype` None keeps the stored type. Raises UnsupportedField or HFFolderError for a folder that is not a whole model of
-    a supported family, FileExistsError when `out` exists, HFFolderError when the copy does not read back bit for bit.
+    `dtype` None keeps the stored type; tensors that are not trained keep theirs in any case. Raises UnsupportedField or
+    HFFolderError for a folder that is not a whole model of a supported family, FileExistsError when `out` exists,
+    HFFolderError when the copy does not read back bit for bit.
     """
     source, out = Path(source), Path(out)
     with MergedFolder(source, adapters) if adapters else open_hf_folder(source) as folder:
         layout = ModelLayout(folder.config).as_stored(folder.shapes)
-        check_tensors(folder, layout.hf_tensors(), layout.megatron.tied)
+        check_tensors(folder, layout.hf_tensors(), layout.megatron.tied, layout.megatron.kept)
+        shapes = layout.hf_tensors() | {name: folder.shapes[name] for name in sorted(kept_names(folder.shapes, layout.megatron.kept))}
+        own = {name: folder.dtypes[name] for name in shapes if name in layout.hf_buffers() or name not in layout.hf_tensors()}
         if dtype is None:
-            kinds = {folder.dtypes[name] for name in layout.hf_tensors()}
+            kinds = {folder.dtypes[name] for name in shapes if name not in own}
             if len(kinds) > 1:
                 raise HFFolderError(f"{source} mixes {sorted(map(str, kinds))}; choose one type")
             (dtype,) = kinds
         with new_folder(out) as fresh:
-            with HFWriter(fresh, layout.hf_tensors(), dtype, shard_gb) as writer:
-                for name in layout.hf_tensors():
+            with HFWriter(fresh, shapes, dtype, shard_gb, own_dtypes=own) as writer:
+                for name in shapes:
                     writer.write(name, folder.read(name))
             copy_side_files(source, fresh)
             settle_config(fresh, layout.hf_config, dtype)
-            _verify(folder, fresh, layout, dtype)
-    return len(layout.hf_tensors())
+            _verify(folder, fresh, layout, {name: own.get(name, dtype) for name in shapes})
+    return len(shapes)
 
 
-def _verify(folder: HFFolder, copy: Path, layout: ModelLayout, dtype: torch.dtype) -> None:
+def _verify(folder: HFFolder, copy: Path, layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
     with open_hf_folder(copy) as written:
-        check_tensors(written, layout.hf_tensors(), layout.megatron.tied)
-        for name in layout.hf_tensors():
+        check_tensors(written, layout.hf_tensors(), layout.megatron.tied, layout.megatron.kept)
+        for name, dtype in dtypes.items():
             want, have = folder.read(name).to(dtype), written.read(name)
             if not torch.equal(want.view(torch.uint8), have.view(torch.uint8)):
                 raise HFFolderError(f"{name} does not read back as it was written; is the disk sound?")

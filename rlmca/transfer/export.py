@@ -24,7 +24,8 @@ def export_hf(
 ) -> None:
     """Write the model to `out_dir`, which appears only when it is complete.
 
-    Collective over `weights.group`; `dst_rank` writes. Weights are cast to `dtype` (default: their own). Config, generation
+    Collective over `weights.group`; `dst_rank` writes. Weights are cast to `dtype` (default: their own), except those that
+    have a type of their own (`Weights.own_dtypes`). Config, generation
     defaults, tokenizer, chat template and code come byte for byte from `source_dir`, except that config.json's dtype is
     set to the written one when it differs; `tokenizer` is saved where the source has none. `shard_gb` is in 10^9 bytes.
     An existing `out_dir` that is not empty is an error, with `overwrite` it is replaced as a whole. An error on one
@@ -46,7 +47,7 @@ def export_hf(
     if writes:
         try:
             with new_folder(out, overwrite) as folder:
-                with HFWriter(folder, weights.shapes(), dtype, shard_gb) as writer:
+                with HFWriter(folder, weights.shapes(), dtype, shard_gb, own_dtypes=weights.own_dtypes) as writer:
                     for name, tensor in stream:
                         writer.write(name, tensor)
                 _write_side_files(folder, source, weights, tokenizer, dtype)

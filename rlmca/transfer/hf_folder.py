@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +51,10 @@ class HFFolder:
         value: Tensor = part[tuple(slice(a, b) for a, b in box)] if box is not None else part[:]
         return value
 
+    def files_of(self, names: Iterable[str]) -> list[Path]:
+        """The files that hold these tensors, each once."""
+        return [self.path / file for file in sorted({self._file_of[name] for name in names})]
+
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
@@ -76,7 +80,8 @@ class HFFolder:
                 raise HFFolderError(f"{self.path / file_name} lacks the tensor {name}, which the index places there")
             part = self._files[file_name].get_slice(name)
             if part.get_dtype() not in DTYPES:
-                raise HFFolderError(f"{name} in {self.path / file_name} has type {part.get_dtype()}; {', '.join(DTYPES)} are read")
+                hint = "; convert the folder to bf16 first, FP8 is not read in this version" if part.get_dtype().startswith("F8") else ""
+                raise HFFolderError(f"{name} in {self.path / file_name} has type {part.get_dtype()}; {', '.join(DTYPES)} are read{hint}")
             self.shapes[name] = tuple(part.get_shape())
             self.dtypes[name] = DTYPES[part.get_dtype()]
 
@@ -148,13 +153,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def check_tensors(folder: HFFolder, want: Mapping[str, Shape], tied: bool) -> None:
+def check_tensors(folder: HFFolder, want: Mapping[str, Shape], tied: bool, kept: tuple[str, ...] = ()) -> None:
     """Raises HFFolderError when the folder's tensors are not those of the layout, all differences in one message.
 
     A tied model may carry a copy of its embedding as lm_head.weight if it is the same bit for bit. Rotary tables that old
-    Llama folders store are computed, as Transformers does, and not read.
+    Llama folders store are computed, as Transformers does, and not read. Names that begin with one of `kept` may be there.
     """
-    have = {name: shape for name, shape in folder.shapes.items() if not name.endswith(ROTARY_TABLE)}
+    have = {name: shape for name, shape in folder.shapes.items() if not name.endswith(ROTARY_TABLE) and not name.startswith(kept)}
     problems = []
     if tied and "lm_head.weight" in have:
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"

@@ -29,7 +29,7 @@ class HFWriter:
     `tensors` names every tensor with its shape in the order in which `write` will get them: sizes are known beforehand, so
     headers come first and no shard is held in memory. `shard_gb` is the most bytes (10^9) of a file; a larger tensor gets
     a file of its own. With several files there is an index, as Transformers writes it. `single` names one file for all of them,
-    which replaces what is there once it is complete.
+    which replaces what is there once it is complete. `own_dtypes` has the types of tensors that are not cast to `dtype`.
     Raises ValueError for a tensor out of order or misshapen, or a type that is not in DTYPES.
     """
 
@@ -41,12 +41,14 @@ class HFWriter:
         shard_gb: float = 5.0,
         metadata: Mapping[str, str] | None = None,
         single: str | None = None,
+        own_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        if dtype not in CODES:
-            raise ValueError(f"cannot write {dtype}; {', '.join(map(str, CODES))} are written")
+        self._dtypes = {name: (own_dtypes or {}).get(name, dtype) for name in tensors}
+        if unknown := {dtype, *self._dtypes.values()} - set(CODES):
+            raise ValueError(f"cannot write {', '.join(map(str, unknown))}; {', '.join(map(str, CODES))} are written")
         if shard_gb <= 0:
             raise ValueError(f"the size of a shard is {shard_gb} GB; write a positive number")
-        self.path, self.dtype = path, dtype
+        self.path = path
         self.metadata = {"format": "pt", **(metadata or {})}
         self._shapes, self._single = dict(tensors), single
         self._shards = [list(self._shapes)] if single else self._split(int(shard_gb * 10**9))
@@ -55,18 +57,19 @@ class HFWriter:
         self._file: IO[bytes] | None = None
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, cast to the writer's type."""
+        """Append a tensor, cast to its type in the folder."""
         if self._at == len(self._queue) or self._queue[self._at][1] != name:
             expected = self._queue[self._at][1] if self._at < len(self._queue) else "nothing more"
             raise ValueError(f"got {name} to write, expected {expected}")
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {self._shapes[name]}")
-        check_fits(name, tensor, self.dtype)
+        dtype = self._dtypes[name]
+        check_fits(name, tensor, dtype)
         number = self._queue[self._at][0]
         if self._file is None or (self._at and self._queue[self._at - 1][0] != number):
             self._close_file()
             self._file = self._start(number)
-        flat = tensor.detach().to(device="cpu", dtype=self.dtype).contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1).view(torch.uint8)
         self._file.write(flat.numpy().data)
         self._at += 1
 
@@ -80,7 +83,7 @@ class HFWriter:
         if len(self._shards) > 1:
             elements = sum(math.prod(shape) for shape in self._shapes.values())
             index = {
-                "metadata": {"total_parameters": elements, "total_size": elements * self.dtype.itemsize},
+                "metadata": {"total_parameters": elements, "total_size": sum(map(self._bytes, self._shapes))},
                 "weight_map": dict(sorted((name, self._name(number)) for number, name in self._queue)),
             }
             (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -95,7 +98,7 @@ class HFWriter:
             self._close_file()
 
     def _bytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * self.dtype.itemsize
+        return math.prod(self._shapes[name]) * self._dtypes[name].itemsize
 
     def _split(self, most: int) -> list[list[str]]:
         shards: list[list[str]] = [[]]
@@ -120,7 +123,7 @@ class HFWriter:
         at = 0
         for name in self._shards[number]:
             end = at + self._bytes(name)
-            header[name] = {"dtype": CODES[self.dtype], "shape": list(self._shapes[name]), "data_offsets": [at, end]}
+            header[name] = {"dtype": CODES[self._dtypes[name]], "shape": list(self._shapes[name]), "data_offsets": [at, end]}
             at = end
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)  # the format aligns the data to 8 bytes

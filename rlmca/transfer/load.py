@@ -30,7 +30,7 @@ def load_ranks(folder: str | Path | HFFolder, layout: ModelLayout, topology: Top
 
 
 def _load(folder: HFFolder, layout: ModelLayout, plan: Mapping[str, ParamPlan], params: Mapping[str, Tensor]) -> None:
-    check_tensors(folder, layout.hf_tensors(), layout.megatron.tied)
+    check_tensors(folder, layout.hf_tensors(), layout.megatron.tied, layout.megatron.kept)
     fill(plan, params, folder.read)
 
 

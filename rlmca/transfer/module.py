@@ -36,6 +36,11 @@ class ModuleWeights:
         """See `Weights`. Names are the module's own in any case."""
         return self
 
+    @property
+    def own_dtypes(self) -> Mapping[str, torch.dtype]:
+        """See `Weights`: all is trained."""
+        return {}
+
     def shapes(self) -> Mapping[str, Shape]:
         """See `Weights`."""
         return {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlmca.layouts import Coord, Form, ModelLayout, Topology
 from rlmca.layouts.boxes import Shape, extents, full, volume
+from rlmca.transfer.kept import KeptTensors
 from rlmca.transfer.load import check_params, index
 
 Index = tuple[slice, ...]
@@ -37,6 +38,7 @@ class _Target(NamedTuple):
     shape: Shape
     pieces: tuple[_Piece, ...]
     whole: bool
+    dtype: torch.dtype
 
 
 class Weights(Protocol):
@@ -44,7 +46,12 @@ class Weights(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the tensors."""
+        """Type of the tensors that are trained."""
+        ...
+
+    @property
+    def own_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Types of the tensors that are not trained: they are this, whatever the others become."""
         ...
 
     @property
@@ -77,10 +84,11 @@ class Weights(Protocol):
 class LiveWeights:
     """The live parameters of this rank, or tensors shaped like them (gradients), and where the others are.
 
-    `params` holds what `layout.rank_plan(topology, coord)` names, all of one dtype on one device. `rank_of` gives the global
-    rank that answers for a coordinate (one data-parallel replica). `group` spans all ranks that iterate; None means this
-    process alone. The plan is made once here; it refers to parameters by name, so they may change storage.
-    Raises ValueError for parameters that do not fit, LayoutError for a model that does not fit the topology.
+    `params` holds what `layout.rank_plan(topology, coord)` names, on one device, buffers in float32 and all else in one dtype.
+    `rank_of` gives the global rank that answers for a coordinate (one data-parallel replica). `group` spans all ranks that
+    iterate; None means this process alone. The plan is made once here; it refers to parameters by name, so they may change
+    storage. `kept` are further tensors of the model's folder, which come last. Without `buffers` it is about what is trained
+    alone. Raises ValueError for parameters that do not fit, LayoutError for a model that does not fit the topology.
     """
 
     layout: ModelLayout
@@ -94,21 +102,32 @@ class LiveWeights:
     """Raises while the tensors have no memory (an engine that is offloaded): reading them then would end the process."""
     added: Callable[[str, Index], Tensor | None] = lambda param, at: None
     """What is to be added to a box of a parameter, in a wider type; None: nothing (an adapter that is merged on the way out)."""
+    kept: KeptTensors | None = None
+    buffers: bool = True
     buckets: list[list[_Target]] = field(init=False, repr=False)
+    """Tensors of a bucket have one dtype."""
     _forms: dict[Form, LiveWeights] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.group is None and len(self.topology.coords()) > 1:
             raise ValueError(f"{self.topology} has several ranks: LiveWeights needs the process group that spans them")
-        check_params(self.layout.rank_plan(self.topology, self.coord), self.params)
-        if len(kinds := {(p.dtype, p.device) for p in self.params.values()}) != 1:
+        plan = self.layout.rank_plan(self.topology, self.coord)
+        if not self.buffers:
+            plan = {name: param for name, param in plan.items() if not param.buffer}
+        check_params(plan, self.params)
+        if len(kinds := {(p.dtype, p.device) for name, p in self.params.items() if not plan[name].buffer}) != 1:
             raise ValueError(f"LiveWeights needs one dtype and one device for all parameters, got {sorted(map(str, kinds))}")
         ((self.dtype, self.device),) = kinds
+        wrong = [n for n, p in plan.items() if p.buffer and (self.params[n].dtype, self.params[n].device) != (torch.float32, self.device)]
+        if wrong:
+            raise ValueError(f"LiveWeights needs float32 on {self.device} for {', '.join(wrong)}")
         self.buckets = self._plan()
 
     def with_params(self, params: Mapping[str, Tensor]) -> LiveWeights:
-        """The same plan over other tensors of the same names and shapes, such as gradients."""
-        return LiveWeights(self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes, self.readable)
+        """The same plan over other tensors of the same names and shapes for what is trained, such as gradients."""
+        return LiveWeights(
+            self.layout, self.topology, self.coord, params, self.rank_of, self.group, self.bucket_bytes, self.readable, buffers=False
+        )
 
     def read(self, param: str, at: Index) -> Tensor:
         """A box of a parameter on this rank, a view where nothing is added."""
@@ -131,7 +150,15 @@ class LiveWeights:
 
     def shapes(self) -> Mapping[str, Shape]:
         """See `Weights`."""
-        return self.layout.hf_tensors()
+        left_out = frozenset() if self.buffers else self.layout.hf_buffers()
+        own = {name: shape for name, shape in self.layout.hf_tensors().items() if name not in left_out}
+        return own | (self.kept.shapes if self.kept else {})
+
+    @property
+    def own_dtypes(self) -> Mapping[str, torch.dtype]:
+        """See `Weights`."""
+        buffers = dict.fromkeys(self.layout.hf_buffers(), torch.float32) if self.buffers else {}
+        return buffers | (self.kept.dtypes if self.kept else {})
 
     def tensors(self, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
         """See `hf_tensors`."""
@@ -140,30 +167,40 @@ class LiveWeights:
     def _plan(self) -> list[list[_Target]]:
         buckets: list[list[_Target]] = [[]]
         used = 0
+        float32 = self.layout.hf_buffers()
         for name, hf in self.layout.hf_plan(self.topology).items():
+            if name in float32 and not self.buffers:
+                continue
+            dtype = torch.float32 if name in float32 else self.dtype
             pieces = tuple(
                 _Piece(self.rank_of(p.coord), p.param, index(p.param_box), index(p.hf_box), extents(p.hf_box), volume(p.hf_box))
                 for p in hf.pieces
             )
-            size = volume(full(hf.shape)) * self.dtype.itemsize
-            if used and used + size > self.bucket_bytes:
+            size = volume(full(hf.shape)) * dtype.itemsize
+            if used and (used + size > self.bucket_bytes or buckets[-1][-1].dtype != dtype):
                 buckets.append([])
                 used = 0
-            buckets[-1].append(_Target(name, hf.shape, pieces, len(pieces) == 1))
+            buckets[-1].append(_Target(name, hf.shape, pieces, len(pieces) == 1, dtype))
             used += size
         return buckets
 
 
 def hf_tensors(weights: LiveWeights, dst_rank: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of the whole model, in the order of the layout, on global rank `dst_rank`.
+    """(Hugging Face name, tensor) of the whole model, in the order of the layout, on global rank `dst_rank`; then what is kept.
 
     Collective: every rank of `weights.group` runs it to its end; the others yield nothing. Tensors carry no gradient.
     Where a tensor is one contiguous part of a live parameter it is yielded as a view: copy it to keep it.
     """
     if weights.group is None:
-        return _local(weights)
+        return _with_kept(_local(weights), weights.kept)
     rank = dist.get_rank()
-    return _receive(weights, rank) if rank == dst_rank else _send(weights, rank, dst_rank)
+    return _with_kept(_receive(weights, rank), weights.kept) if rank == dst_rank else _send(weights, rank, dst_rank)
+
+
+def _with_kept(stream: Iterator[tuple[str, Tensor]], kept: KeptTensors | None) -> Iterator[tuple[str, Tensor]]:
+    yield from stream
+    if kept is not None:
+        yield from kept.tensors()
 
 
 def _local(weights: LiveWeights) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +218,7 @@ def _own(weights: LiveWeights, piece: _Piece) -> Tensor:
 def _assemble(weights: LiveWeights, target: _Target, part: Callable[[_Piece], Tensor]) -> Tensor:
     if target.whole and (only := part(target.pieces[0])).is_contiguous():
         return only
-    out = torch.empty(target.shape, dtype=weights.dtype, device=weights.device)
+    out = torch.empty(target.shape, dtype=target.dtype, device=weights.device)
     for piece in target.pieces:
         out[piece.to].copy_(part(piece))
     return out
@@ -204,7 +241,7 @@ def _receive(weights: LiveWeights, rank: int) -> Iterator[tuple[str, Tensor]]:
             for piece in target.pieces:
                 if piece.owner != rank:
                     sizes[piece.owner] = sizes.get(piece.owner, 0) + piece.numel
-        flat = {owner: torch.empty(n, dtype=weights.dtype, device=weights.device) for owner, n in sorted(sizes.items())}
+        flat = {owner: torch.empty(n, dtype=bucket[0].dtype, device=weights.device) for owner, n in sorted(sizes.items())}
         for request in [dist.irecv(buffer, owner, group=weights.group) for owner, buffer in flat.items()]:
             if request is not None:
                 request.wait()

@@ -65,7 +65,7 @@ MIXED = [
 IN_CI = ("one_full_recompute", "dp2_overlap", "tp2", "tp2_sp_full_recompute", "pp2_vpp2", "tp2_sp_pp2_packed", "tp2_sp_etp1", "etp2_ep2")
 SHARED = [layout for layout in MIXED if layout.name in ("tp2_sp", "tp2_sp_etp1", "ep2")]
 CASES = [("qwen3_untied", layout) for layout in DENSE] + [("qwen3_moe", layout) for layout in MIXED]
-CASES += [(family, layout) for family in ("qwen2_moe", "mixtral") for layout in SHARED]
+CASES += [(family, layout) for family in ("qwen2_moe", "mixtral", "deepseek_v3") for layout in SHARED]
 LAYERS = {"num_hidden_layers": 4}
 
 
@@ -73,7 +73,7 @@ LAYERS = {"num_hidden_layers": 4}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, dict[str, Any]]]:
     """family -> (model, adapter, what Transformers computes)."""
     found = {}
-    for family in ("qwen3_untied", "qwen3_moe", "qwen2_moe", "mixtral"):
+    for family in ("qwen3_untied", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"):
         root = tmp_path_factory.mktemp(family)
         model = make_model(family, **LAYERS)
         leaves = targets_of(family)
@@ -85,7 +85,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 def targets_of(family: str) -> tuple[str, ...]:
     """Names of all linear layers with an adapter."""
-    return (*LEAVES["attention"], "w1", "w2", "w3") if family == "mixtral" else ALL
+    own = {
+        "mixtral": (*LEAVES["attention"], "w1", "w2", "w3"),
+        "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *LEAVES["mlp"]),
+    }
+    return own.get(family, ALL)
 
 
 def with_adapter(layout: Layout, adapter: Path, **more: Any) -> Layout:

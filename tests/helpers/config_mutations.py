@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests.helpers import deepseek_mutations
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,14 @@ CONFIG_CLASSES: dict[str, type] = {
     "qwen2_moe": Qwen2MoeConfig,
     "llama": LlamaConfig,
     "mixtral": MixtralConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
 
 
 def base_config(family: str) -> dict[str, Any]:
     """A small config of the family as a config.json would hold it; everything not named is the class's default."""
+    if family == "deepseek_v3":
+        return deepseek_mutations.base_config()
     own = {
         "qwen3": {"head_dim": 16},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
@@ -314,10 +319,23 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
+def _as_entries(table: Mapping[str, list[Any]]) -> dict[str, list[tuple[Any, ...]]]:
+    """`deepseek_mutations` in the form of this file: there a plain dict is `Maps`, a text the field that is refused."""
+
+    def expectation(short: Any) -> Maps | Refused | NoEffect:
+        if isinstance(short, dict):
+            return Maps({name: value for name, value in short.items() if name != "logits"}, logits=short.get("logits", True))
+        return NoEffect() if short is None else Refused(short)
+
+    return {name: [(value, expectation(short), *also) for value, short, *also in entries] for name, entries in table.items()}
+
+
 def mutations(family: str) -> list[Mutation]:
     """All mutations of a family. Fails when the table and the fields of the config class differ."""
-    table = _class_fields(family)
+    deepseek = family == "deepseek_v3"
+    table = _as_entries(deepseek_mutations.class_fields()) if deepseek else _class_fields(family)
     fields = {f.name for f in dataclasses.fields(CONFIG_CLASSES[family])}
     assert fields == set(table), f"undecided fields: {sorted(fields - set(table))}; gone: {sorted(set(table) - fields)}"
-    both = list(table.items()) + list(_other_fields(family).items())
+    other = _as_entries(deepseek_mutations.other_fields()) if deepseek else _other_fields(family)
+    both = list(table.items()) + list(other.items())
     return [Mutation(name, value, expect, *also) for name, entries in both for value, expect, *also in entries]

@@ -62,7 +62,7 @@ def test_all_errors_come_at_once() -> None:
 
 
 def test_unknown_model_type_names_the_families() -> None:
-    with pytest.raises(ValueError, match="'gemma3'.*qwen3, qwen3_moe, qwen2, qwen2_moe, llama, mixtral"):
+    with pytest.raises(ValueError, match="'gemma3'.*qwen3, qwen3_moe, qwen2, qwen2_moe, llama, mixtral, deepseek_v3"):
         ModelLayout({"model_type": "gemma3"})
     with pytest.raises(ValueError, match="None"):
         family_of({})

@@ -129,3 +129,15 @@ def test_servers_of_experts_are_refused_where_they_would_compute_otherwise(value
     make_model("mixtral").save_pretrained(tmp_path / "stacked", save_original_format=False)
     (error,) = preflight_errors(cfg({**values, **served, "model_name_or_path": str(tmp_path / "stacked")}), 1)
     assert "hold the experts of a layer in one tensor" in error
+
+
+def test_what_latent_attention_does_not_have_is_said_before_a_run(values: dict[str, Any], tmp_path: Path) -> None:
+    save_model("deepseek_v3", tmp_path / "latent")
+    latent = {**values, "model_name_or_path": str(tmp_path / "latent")}
+    assert preflight_errors(cfg(latent), 1) == []
+    errors = preflight_errors(cfg({**latent, "apply_rope_fusion": True}), 1)
+    assert any("apply_rope_fusion: not in this version with the latent attention of deepseek_v3" in error for error in errors)
+    errors = preflight_errors(cfg({**latent, "stage": "grpo", "rewards": "exact"}), 1)
+    assert any("stage grpo of deepseek_v3: replies of such models are not in this version" in error for error in errors)
+    errors = preflight_errors(cfg({**latent, "tensor_model_parallel_size": 8, "sequence_parallel": True}), 8)
+    assert any("num_attention_heads is 4 and does not split over 8 ranks" in error for error in errors)

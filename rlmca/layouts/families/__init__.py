@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlmca.layouts.families.deepseek_v3 import DEEPSEEK_V3
 from rlmca.layouts.families.llama import LLAMA
 from rlmca.layouts.families.mixtral import MIXTRAL
 from rlmca.layouts.families.qwen2 import QWEN2
@@ -13,7 +14,7 @@ from rlmca.layouts.families.qwen3 import QWEN3
 from rlmca.layouts.families.qwen3_moe import QWEN3_MOE
 from rlmca.layouts.family import Family
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MIXTRAL)}
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MIXTRAL, DEEPSEEK_V3)}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

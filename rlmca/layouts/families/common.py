@@ -117,11 +117,12 @@ def heads(values: Values) -> Part:
 
 LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Constants that Megatron-Core's RotaryEmbedding builds in for Llama 3's scaling."""
-ROPE_KEYS = {"default": set(), "linear": {"factor"}, "llama3": {"factor", *LLAMA3}}
+ROPE_KEYS: dict[str, set[str]] = {"default": set(), "linear": {"factor"}, "llama3": {"factor", *LLAMA3}}
 
 
-def rope(values: Values) -> Part:
-    """Rotary embeddings in both spellings: `rope_parameters`, or `rope_theta` and `rope_scaling` of Transformers 4."""
+def rope_table(values: Values, known: Mapping[str, set[str]]) -> tuple[str, Mapping[str, Any], str, float]:
+    """(field, its table, rope type, theta) in both spellings: `rope_parameters`, or `rope_theta` and `rope_scaling` of
+    Transformers 4. `known` has the keys of each type; whatever else a table holds is refused."""
     both = [f for f in ("rope_parameters", "rope_scaling") if values[f]]
     if len(both) == 2 and values["rope_parameters"] != values["rope_scaling"]:
         raise FieldError("rope_scaling", values["rope_scaling"], "it contradicts rope_parameters; keep one of them")
@@ -136,8 +137,9 @@ def rope(values: Values) -> Part:
     def refuse(key: str, value: Any, works: str) -> FieldError:
         return FieldError(f"{field}.{key}", value, works)
 
-    if kind not in ROPE_KEYS:
-        raise refuse("type" if "rope_type" not in params else "rope_type", kind, "default, linear and llama3 work")
+    if kind not in known:
+        *most, last = known
+        raise refuse("type" if "rope_type" not in params else "rope_type", kind, f"{', '.join(most)} and {last} work")
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
         raise FieldError(f"{field}.rope_theta" if "rope_theta" in params else "rope_theta", theta, "write a positive number")
     if top is not None and top != theta:
@@ -146,8 +148,18 @@ def rope(values: Values) -> Part:
         raise refuse("type", params["type"], f"it contradicts rope_type ({kind})")
     if params.get("partial_rotary_factor", 1.0) != 1.0:
         raise refuse("partial_rotary_factor", params["partial_rotary_factor"], "only 1.0 works")
-    for key in sorted(set(params) - ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
-        raise refuse(key, params[key], f"the keys of rope_type {kind} are {sorted(ROPE_KEYS[kind] | {'rope_type', 'rope_theta'})}")
+    for key in sorted(set(params) - known[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+        raise refuse(key, params[key], f"the keys of rope_type {kind} are {sorted(known[kind] | {'rope_type', 'rope_theta'})}")
+    return field, params, kind, theta
+
+
+def rope(values: Values) -> Part:
+    """Rotary embeddings of Megatron's `RotaryEmbedding`, see `rope_table`."""
+    field, params, kind, theta = rope_table(values, ROPE_KEYS)
+
+    def refuse(key: str, value: Any, works: str) -> FieldError:
+        return FieldError(f"{field}.{key}", value, works)
+
     model: dict[str, Any] = {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": theta}
     model |= {"rope_scaling": False, "seq_len_interpolation_factor": None}
     if kind != "default":
