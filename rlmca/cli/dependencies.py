@@ -26,6 +26,7 @@ DEPENDENCIES = (
     Dependency("rich", "output"),
     Dependency("transformers", "tokenizers, rollouts, schedulers, training without USE_MCA=1"),
     Dependency("safetensors", "weights"),
+    Dependency("peft", "finetuning_type: lora"),
     Dependency("datasets", "data sets on the hub"),
     Dependency("jinja2", "chat templates"),
     Dependency("megatron-core", "training with USE_MCA=1", optional=True),

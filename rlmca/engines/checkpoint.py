@@ -91,7 +91,8 @@ def load_state(path: Path, model: ModelState, optimizer: Any | None, parallel: P
     get equal states, so they go on from the run's seed. HFFolderError for a folder of another kind.
     """
     if not (path / "weights").is_dir():
-        hint = ": the Hugging Face engine wrote it, unset USE_MCA" if (path / "config.json").is_file() else ""
+        theirs = [name for name in ("config.json", "adapter_config.json") if (path / name).is_file()]
+        hint = ": the Hugging Face engine wrote it, unset USE_MCA" if theirs else ""
         raise HFFolderError(f"{path} is no checkpoint of the Megatron engine{hint}")
     stored = optimizer if "optimizer" in dist_checkpointing.load_common_state_dict(str(path / "weights")) else None
     state = dist_checkpointing.load(_sharded(model, stored, saving=None), str(path / "weights"), strict=StrictHandling.RAISE_ALL)

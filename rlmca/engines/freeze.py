@@ -1,4 +1,4 @@
-"""Partial training: which tensors of a model `finetuning_type: freeze` trains, by their Hugging Face names."""
+"""Which weights partial training trains, by their Hugging Face names; both engines ask here."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def _of_layer(name: str) -> tuple[int, str] | None:
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
     return None if at is None else (int(parts[at]), parts[at + 1])
+
+
+def layer_count(names: Iterable[str]) -> int:
+    """Number of layers that tensors of these names belong to."""
+    return 1 + max((place[0] for name in names if (place := _of_layer(name)) is not None), default=-1)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
-from rlmca.engines.huggingface_checkpoint import load_state, save_state
+from rlmca.engines.freeze import layer_count, trained
+from rlmca.engines.huggingface_adapters import HuggingFaceAdapters
+from rlmca.engines.huggingface_checkpoint import ModelState, Training, adapter_state, load_state, save_state, whole_state
 from rlmca.engines.huggingface_forward import TokenLogProbs
 from rlmca.engines.huggingface_model import build_module
 from rlmca.engines.huggingface_optimizer import build_optimizer, guarded_step
@@ -43,7 +46,8 @@ class HuggingFaceEngine:
     ) -> None:
         """The model of the HF folder `folder` on this rank; with `fresh` only its config counts and weights are newly drawn.
 
-        HFFolderError says which tensors or features of the model stand in the way.
+        HFFolderError says which tensors or features of the model stand in the way, ValueError which parts that are to be
+        trained it does not have.
         """
         self.folder, self.parallel, self.options = folder, parallel, options
         self.module: PreTrainedModel = build_module(folder, options, fresh=fresh)
@@ -61,19 +65,38 @@ class HuggingFaceEngine:
         self.optimizer: torch.optim.AdamW | None = None
         self.scaler: LossScaler | None = None
         self._offload = Offload()
+        self._adapters: HuggingFaceAdapters | None = None
+        self._trained: dict[str, nn.Parameter] = {}
         if not trainable:
             self.module.requires_grad_(False)
             return
+        self._trained = self._choose_trained(fresh=fresh)
         if options.gradient_checkpointing:
             if not self.module.supports_gradient_checkpointing:
                 raise HFFolderError(f"gradient_checkpointing: {type(self.module).__name__} has no support for it; leave it out")
+            # it makes what the embedding gives need a gradient too: a reentrant layer with frozen inputs would get none, silently
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": options.use_reentrant})
         if parallel.dp_size > 1:
             self.model = self._data_parallel()
             self._settle_buckets()
-        self.optimizer = build_optimizer(self.module, options.optimizer)
+        self.optimizer = build_optimizer(self._trained, options.optimizer)
         if options.loss_scale is not None:
             self.scaler = LossScaler(options.loss_scale, parallel.device)
+
+    def _choose_trained(self, *, fresh: bool) -> dict[str, nn.Parameter]:
+        """Leave a gradient to the adapters alone, or to some of the weights, as the options say; those, under their files' names."""
+        lora, part = self.options.lora, self.options.freeze
+        if lora is not None:
+            if fresh:
+                raise ValueError("adapters need weights to stand beside: give the engine a folder")
+            self._adapters = HuggingFaceAdapters(self.module, lora)
+            return self._adapters.parameters
+        found = dict(self.module.named_parameters())
+        if part is not None:
+            wanted = trained(found, layer_count(found), part)
+            for name, parameter in found.items():
+                parameter.requires_grad_(name in wanted)
+        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
     def _data_parallel(self) -> DistributedDataParallel:
         """torch's DDP around what gives the log-probs; every rank then starts from rank 0's weights."""
@@ -152,12 +175,13 @@ class HuggingFaceEngine:
     # ---- inference
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
         """See `Engine.log_probs`."""
         self._offload.check()
         self.model.eval()
         pieces = micro_batches(batch, self.cutting(self.options.eval_batch_size), self.parallel)
-        found = [self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders) for piece in pieces]
+        with contextlib.nullcontext() if adapter or self._adapters is None else self._adapters.without():
+            found = [self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders) for piece in pieces]
         out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, found[0].dtype)
         return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
 
@@ -166,8 +190,31 @@ class HuggingFaceEngine:
     def weights(self) -> ModuleWeights:
         """See `Engine.weights`."""
         self._offload.check()
-        group = dist.group.WORLD if self.parallel.world_size > 1 else None
-        return ModuleWeights(self.module, self._hf_config, group, self._offload.check)
+        if self._adapters is not None:
+            return self._adapters.merged(self._hf_config, self._group(), self._offload.check)
+        return ModuleWeights(dict(self.module.named_parameters()), self._hf_config, self._group(), self._offload.check)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.parallel.world_size > 1 else None
+
+    @property
+    def adapters(self) -> HuggingFaceAdapters | None:
+        """The adapters of a run that trains some."""
+        return self._adapters
+
+    def adapter_weights(self, params: Mapping[str, Tensor] | None = None) -> ModuleWeights:
+        """The adapters under PEFT's names; `params`: their gradients, say, in place of their values."""
+        self._offload.check()
+        return self._own_adapters().weights(self._hf_config, self._group(), self._offload.check, params)
+
+    def export_adapter(self, path: Path, base: str) -> None:
+        """See `Engine.export_adapter`."""
+        self._own_adapters().export(self.adapter_weights(), path, base)
+
+    def _own_adapters(self) -> HuggingFaceAdapters:
+        if self._adapters is None:
+            raise ValueError("this engine trains no adapter")
+        return self._adapters
 
     def offload(self) -> int:
         """See `Engine.offload`."""
@@ -183,10 +230,17 @@ class HuggingFaceEngine:
 
     def save(self, path: Path) -> None:
         """See `Engine.save`."""
+        self._offload.check()
         optimizer, scaler = (self.optimizer, self.scaler) if self.options.save_optimizer else (None, None)
-        save_state(path, self.weights(), optimizer, self.parallel, self.folder, scaler=scaler)
+        save_state(path, self._model_state(), Training(self._trained, optimizer, scaler), self.parallel)
 
     def load(self, path: Path) -> None:
         """See `Engine.load`."""
         self._offload.check()
-        load_state(path, self.module, self.optimizer, self.parallel, scaler=self.scaler)
+        load_state(path, self._model_state(), Training(self._trained, self.optimizer, self.scaler), self.parallel)
+
+    def _model_state(self) -> ModelState:
+        """What a checkpoint keeps of the model: all of it, or the adapters. Rank 0 alone writes it."""
+        if self._adapters is None:
+            return whole_state(ModuleWeights(dict(self.module.named_parameters()), self._hf_config), self.module, self.folder)
+        return adapter_state(self._adapters, ModuleWeights(self._adapters.parameters, self._hf_config), str(self.folder))

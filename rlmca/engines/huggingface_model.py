@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlmca.engines.options import HuggingFaceOptions
 from rlmca.parallel import platform
 from rlmca.transfer.hf_folder import ROTARY_TABLE, HFFolder, HFFolderError, open_hf_folder
+from rlmca.transfer.merged import MergedFolder
+from rlmca.transfer.peft import CONFIG
 
 _LATER = "such models are not in this version, rollouts and exports need the names of the files"
 
@@ -20,8 +23,11 @@ def build_module(folder: Path, options: HuggingFaceOptions, *, fresh: bool) -> P
     """The model of a Hugging Face folder in float32 on this process's device; with `fresh` its weights are newly drawn.
 
     HFFolderError names the tensors when the folder's are not exactly those of the model: Transformers alone would draw
-    missing ones at random and drop the others. Loading leaves the random state as it was.
+    missing ones at random and drop the others. Loading leaves the random state as it was. The adapters of
+    `options.lora.merged` are merged into the weights.
     """
+    if (folder / CONFIG).is_file():  # Transformers would read the model that the adapter names, wherever that is
+        raise HFFolderError(f"{folder} holds an adapter beside the model ({CONFIG}): move it to a folder of its own")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         module = _fresh(config, options) if fresh else _load(folder, config, options)
@@ -63,7 +69,19 @@ def _load(folder: Path, config: PreTrainedConfig, options: HuggingFaceOptions) -
     wrong = [f"{kind.replace('_', ' ')}: {_some(sorted(map(str, report[kind])))}" for kind in report if report[kind]]
     if wrong:
         raise HFFolderError(f"{folder} was not loaded whole: {'; '.join(wrong)}")
+    if options.lora is not None and options.lora.merged:
+        _merge(folder, options.lora.merged, module)
     return module
+
+
+@torch.no_grad()
+def _merge(folder: Path, adapters: Sequence[Path], module: nn.Module) -> None:
+    parameters = dict(module.named_parameters())
+    with MergedFolder(folder, adapters) as files:
+        if tied := [name for name in files.changed if name not in parameters]:
+            raise HFFolderError(f"{_some(tied)} is tied to another weight of {folder}: an adapter of it cannot be merged")
+        for name in files.changed:
+            parameters[name].copy_(files.read(name))
 
 
 def _check_names(files: HFFolder, module: nn.Module) -> None:

@@ -14,11 +14,14 @@ from rlmca.engines.options import OptimizerOptions
 State = dict[str, dict[str, Tensor]]
 
 
-def build_optimizer(module: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """torch's fused AdamW. Biases and one-dimensional weights (norms) do not decay, as in Megatron-LM and Hugging Face's Trainer."""
+def build_optimizer(trained: Mapping[str, nn.Parameter], options: OptimizerOptions) -> torch.optim.AdamW:
+    """torch's fused AdamW over named parameters.
+
+    Biases and one-dimensional weights (norms) do not decay, as in Megatron-LM and Hugging Face's Trainer.
+    """
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained.items():
         (others if parameter.dim() == 1 or name.endswith(".bias") else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
@@ -56,16 +59,15 @@ def guarded_step(
     return norm, True
 
 
-def moments(optimizer: torch.optim.AdamW, module: nn.Module) -> State:
+def moments(optimizer: torch.optim.AdamW, trained: Mapping[str, nn.Parameter]) -> State:
     """The optimizer's state under the parameters' names; empty before the first step. Options stay the run's own."""
-    return {name: dict(optimizer.state[p]) for name, p in module.named_parameters() if p in optimizer.state}
+    return {name: dict(optimizer.state[p]) for name, p in trained.items() if p in optimizer.state}
 
 
-def restore_moments(optimizer: torch.optim.AdamW, module: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Take over what `moments` gave; with an empty state the optimizer begins anew."""
+def restore_moments(optimizer: torch.optim.AdamW, trained: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Take over what `moments` gave; with an empty state the optimizer begins anew. ValueError for other parameters."""
     optimizer.state.clear()
-    parameters = dict(module.named_parameters())
-    if strangers := sorted(set(state) - set(parameters)):
-        raise ValueError(f"the optimizer state speaks of parameters that the model does not have: {', '.join(strangers[:8])}")
+    if strangers := sorted(set(state) - set(trained)):
+        raise ValueError(f"the optimizer state speaks of parameters that this run does not train: {', '.join(strangers[:8])}")
     for name, values in state.items():
-        optimizer.state[parameters[name]] = {key: value.to(parameters[name].device, copy=True) for key, value in values.items()}
+        optimizer.state[trained[name]] = {key: value.to(trained[name].device, copy=True) for key, value in values.items()}

@@ -49,8 +49,9 @@ class Adapters(nn.ModuleDict):
 
     Where collectives stand: A of a layer split by rows sees a part of the inputs, so its outputs are summed; the outputs
     of A of one split by columns are copies, whose gradients from each rank's part of B are summed. With sequence
-    parallelism A (or B, by rows) sees a part of the tokens: Megatron sums the gradients of parameters that are marked
-    `sequence_parallel`. A layer that every rank holds whole has whole matrices. Experts leave sums to the token dispatcher; what each rank holds whole gets its gradient summed.
+    parallelism A (or B, by rows; both, of a layer that every rank holds whole) sees a part of the tokens: Megatron sums the
+    gradients of parameters that are marked `sequence_parallel`. Experts leave sums to the token dispatcher; what each rank
+    holds whole gets its gradient summed.
     """
 
     def __init__(self, linear: Any, branches: Branches, options: LoraOptions) -> None:

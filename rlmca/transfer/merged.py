@@ -42,6 +42,11 @@ class MergedFolder(HFFolder):
             self.close()
             raise
 
+    @property
+    def changed(self) -> list[str]:
+        """Names of the tensors that some adapter changes."""
+        return [name for name in self.shapes if any(_pair(part.name)[0] in a.shapes for part in self._parts(name) for a in self._adapters)]
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """See `HFFolder.read`."""
         value, box = super().read(name, box), full(self.shapes[name]) if box is None else box

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from rlmca.models.options import LoraOptions
 from rlmca.transfer.hf_folder import HFFolder, HFFolderError, open_file
 from rlmca.transfer.hf_writer import HFWriter
 from rlmca.transfer.stream import Weights, agree
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -76,7 +79,10 @@ class AdapterFolder(HFFolder):
 
     def check(self, layout: AdapterLayout) -> None:
         """Raises HFFolderError when the tensors are not those of the layout."""
-        want = layout.hf_tensors()
+        self.check_shapes(layout.hf_tensors())
+
+    def check_shapes(self, want: Mapping[str, Shape]) -> None:
+        """Raises HFFolderError when the tensors are not exactly these."""
         problems = [f"missing: {name}" for name in want if name not in self.shapes]
         problems += [f"unexpected: {name}" for name in self.shapes if name not in want]
         problems += [
@@ -142,9 +148,14 @@ def save_adapter(weights: Weights, path: Path, options: LoraOptions, targets: Se
 
 
 def _write_config(path: Path, options: LoraOptions, targets: Sequence[str], base: str) -> None:
-    from peft import LoraConfig  # takes seconds, and only a run that writes an adapter needs it
+    lora_config(options, targets, base, inference=True).save_pretrained(str(path))
 
-    LoraConfig(
+
+def lora_config(options: LoraOptions, targets: Sequence[str], base: str | None = None, *, inference: bool = False) -> LoraConfig:
+    """PEFT's configuration of these options; `inference` freezes the adapter that it makes."""
+    from peft import LoraConfig  # takes seconds, and only a run that has an adapter needs it
+
+    return LoraConfig(
         r=options.rank,
         lora_alpha=int(options.alpha) if float(options.alpha).is_integer() else options.alpha,  # type: ignore[arg-type]
         lora_dropout=options.dropout,
@@ -153,5 +164,5 @@ def _write_config(path: Path, options: LoraOptions, targets: Sequence[str], base
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
-        inference_mode=True,
-    ).save_pretrained(str(path))
+        inference_mode=inference,
+    )

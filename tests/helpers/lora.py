@@ -26,7 +26,9 @@ ALL = (*LEAVES["attention"], *LEAVES["mlp"])
 
 def on_disk(model: Any) -> dict[str, Tensor]:
     """The model's weights under the names of its files."""
-    return dict(revert_weight_conversion(model, {name: p.detach() for name, p in model.named_parameters()}))
+    stored = model.state_dict()
+    own = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return dict(revert_weight_conversion(model, {name: tensor.detach() for name, tensor in own.items()}))
 
 
 def draw_adapter(model: Any, targets: tuple[str, ...] = ALL, *, seed: int = 3) -> dict[str, Tensor]:

@@ -38,7 +38,14 @@ def check_steps(output: Path, steps: int) -> list[dict[str, Any]]:
     return lines
 
 
-@pytest.mark.parametrize(("family", "stacked"), [("qwen3_moe", False), ("qwen2_moe", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("family", "stacked"),
+    [
+        pytest.param("qwen3_moe", False, marks=pytest.mark.whole),
+        ("qwen2_moe", True),
+        pytest.param("mixtral", False, marks=pytest.mark.whole),
+    ],
+)
 def test_a_run_is_on_policy_and_exports_the_form_it_came_in(family: str, stacked: bool, tmp_path: Path) -> None:
     project, output = project_of(family, tmp_path / "project", stacked=stacked), tmp_path / "run"
     run("train", grpo_options(project, output, max_steps=3, eval_dataset="held", do_eval=True))
@@ -58,6 +65,7 @@ def test_a_run_is_on_policy_and_exports_the_form_it_came_in(family: str, stacked
     assert theirs["eval_reward"] == ours["eval_reward"] and theirs["eval_length_mean"] == ours["eval_length_mean"]
 
 
+@pytest.mark.whole
 def test_a_run_with_a_server_is_on_policy(tmp_path: Path) -> None:
     project, output = project_of("mixtral", tmp_path / "project"), tmp_path / "run"
     run("train", grpo_options(project, output, max_steps=2, rollout_engine="sglang"))
@@ -75,6 +83,7 @@ def test_experts_on_two_ranks_give_the_run_of_one_process(tmp_path: Path, ray_cl
             assert abs(mine[key] - other[key]) <= 2e-5 * max(1.0, abs(other[key])), key
 
 
+@pytest.mark.whole
 def test_replies_are_scored_while_stage_sft_trains_experts(tmp_path: Path) -> None:
     """Both ranks give their part of the weights; only the first one writes replies."""
     project, output = project_of("mixtral", tmp_path / "project"), tmp_path / "run"
