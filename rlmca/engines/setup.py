@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,12 +60,15 @@ def build_engine(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable:
         from rlmca.engines.huggingface import HuggingFaceEngine
         from rlmca.engines.huggingface_setup import huggingface_options
 
-        return HuggingFaceEngine(folder, parallel, huggingface_options(cfg), fresh=fresh, trainable=trainable)
+        own = huggingface_options(cfg)
+        return HuggingFaceEngine(folder, parallel, own if trainable else replace(own, lora=None), fresh=fresh, trainable=trainable)
     from rlmca.engines.megatron import MegatronEngine
     from rlmca.engines.megatron_setup import engine_options
     from rlmca.models.spec import choose_spec
 
     options = engine_options(cfg)
+    if not trainable:
+        options = replace(options, lora=None)  # a model to compare with is what its folder holds: adapters are the policy's
     layout = layout_of_folder(folder, choose_spec(options.build.transformer_impl))
     if trainable and not fresh and parallel.is_main and (text := kept_note(folder, layout.megatron.kept)):
         note(text)

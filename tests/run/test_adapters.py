@@ -112,6 +112,16 @@ def test_an_adapter_has_its_own_base_as_reference(project: Path, tmp_path: Path)
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("use_mca", [True, False])
+def test_a_reference_of_its_own_gets_no_adapter_of_the_policy(use_mca: bool, project: Path, trained: Path, tmp_path: Path) -> None:
+    """The policy starts as the base with an adapter merged, the reference is that merged model: they are one model."""
+    own = {"finetuning_type": "lora", "adapter_name_or_path": str(trained), "create_new_adapter": True, "ref_model": str(trained / "hf")}
+    values = grpo_options(project, tmp_path / "grpo", **own, kl_coef=0.1, mini_batch_size=4, max_steps=1)
+    rank_pool(1).run(run_stage, values, use_mca)
+    assert abs(log_lines(tmp_path / "grpo")[0]["kl"]) < 1e-6
+
+
+@pytest.mark.serial
 def test_a_checkpoint_is_for_the_adapter_that_it_holds(project: Path, trained: Path, tmp_path: Path) -> None:
     values = sft_options(project, tmp_path / "run", **LORA, resume_from_checkpoint=str(trained / "checkpoint-3"))
     rank_pool(1).run(run_stage, values, True)
