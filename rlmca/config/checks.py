@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlmca.config import batch_checks, engine_checks, finetuning_checks, rollout_checks
+from rlmca.config import batch_checks, engine_checks, expert_checks, finetuning_checks, rollout_checks
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.process_checks import process_findings
@@ -39,6 +39,7 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
         yield from batch_checks.findings(cfg)
     if cfg.engine != "huggingface":  # there these keys are refused as a whole
         yield from _megatron(cfg)
+        yield from expert_checks.findings(cfg)
         yield from _additional_configs(cfg)
     yield from process_findings(cfg)
     yield from rollout_checks.findings(cfg)

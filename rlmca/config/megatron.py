@@ -38,6 +38,24 @@ class MegatronConfig:
     moe_grouped_gemm: bool = option(
         True, "All experts of a rank in one kernel, where Transformer Engine is; elsewhere one after the other, with the same result."
     )
+    moe_router_load_balancing_type: str = option(
+        "none",
+        "Auxiliary loss that keeps experts evenly used: seq_aux_loss (within each row) or aux_loss (within a micro-batch).",
+        choices=("none", "aux_loss", "seq_aux_loss"),
+        refused={k: f"{k}: not in this version; write seq_aux_loss, aux_loss or none" for k in ("global_aux_loss", "sinkhorn")},
+    )
+    moe_aux_loss_coeff: float = option(0.0, "Weight of that loss in each layer with experts.", at_least=0)
+    moe_z_loss_coeff: float = option(
+        0.0, "Weight of the mean square of the log-sum-exp of the router's logits, which keeps them small.", at_least=0
+    )
+    moe_router_dtype: str = option("fp32", "In which the router computes and experts' results are weighed.", choices=("fp32", "fp64"))
+    moe_expert_capacity_factor: float | None = option(
+        None, "Most tokens of an expert, as a multiple of an even share of a rank's micro-batch; others are dropped there.", above=0
+    )
+    moe_pad_expert_input_to_capacity: bool = option(False, "Every expert gets exactly its capacity; needs alltoall.")
+    moe_token_drop_policy: str = option(
+        "probs", "Which tokens beyond the capacity are dropped: of the smallest weight (probs) or the last.", choices=("probs", "position")
+    )
     cp_comm_type: str = option(
         "all_gather",
         "How context-parallel ranks see each other's tokens: all_gather (keys and values) or a2a (heads for tokens, Ulysses).",

@@ -24,6 +24,7 @@ from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
+from rlmca.engines.router_losses import RouterLosses
 from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, step_metrics, token_outputs
 from rlmca.layouts import Coord, ModelLayout
 from rlmca.layouts.adapters import BRANCHES
@@ -71,6 +72,7 @@ class MegatronEngine:
         self._weights: LiveWeights | None = None
         self._gather_pending = False
         self._offload = Offload()
+        self.router_losses = RouterLosses(self.chunks, options.build, parallel)
         if trainable:
             self.models = [wrap_data_parallel(chunk, options.data_parallel, first=k == 0) for k, chunk in enumerate(self.chunks)]
             if folder is None:
@@ -124,7 +126,7 @@ class MegatronEngine:
             packed=self.options.packing,
             cost=row_cost(self.layout.hf_config),
             sequence_parallel=self.options.build.sequence_parallel,
-            uniform=self.parallel.ep_size > 1 and self.options.build.moe_token_dispatcher_type == "allgather",
+            uniform=self.parallel.ep_size > 1 and self.options.build.exchanges_fixed_sizes,
         )
 
     # ---- training
@@ -136,7 +138,7 @@ class MegatronEngine:
         if not any(float(count) for count in counts.values()):
             return dict(NOTHING_LIVE)
         pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
-        metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
+        metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel) | self.router_losses.metrics()
         finite = all(math.isfinite(value) for value in metrics.values())
         scale = float(self.optimizer.get_loss_scale()) if self.options.build.dtype == torch.float16 else None
         grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
@@ -152,6 +154,7 @@ class MegatronEngine:
         # Megatron divides by the number of micro-batches and DDP by the data-parallel size; the loss is normalised already
         scale = len(pieces) * self.parallel.dp_size
         collected: Collected = []
+        self.router_losses.begin(pieces)
 
         def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             piece = next(iterator)
@@ -163,7 +166,7 @@ class MegatronEngine:
                 collected.append((value.detach().clone(), metrics))
                 return value * scale, {}
 
-            return model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy, piece.borders), finish
+            return model(piece.ids_BT, piece.mask_BT, loss.temperature, loss.needs_entropy, piece.borders, self._sequences(piece)), finish
 
         self._run(forward, pieces, forward_only=False)
         self._gather_pending = False
@@ -187,13 +190,17 @@ class MegatronEngine:
                 found.append(raw_2N)
                 return torch.zeros((), device=raw_2N.device), {}
 
-            return model(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders), finish
+            return model(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders, self._sequences(piece)), finish
 
         with without([] if adapter or self._adapters is None else self._adapters.modules):
             self._run(forward, pieces, forward_only=True)
         out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, torch.promote_types(self.options.build.dtype, torch.float32))
         self.parallel.from_last_stage(out_2BT)
         return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
+
+    def _sequences(self, piece: MicroBatch) -> Tensor | None:
+        """Which tokens belong together: what routers of experts balance and what they leave out."""
+        return piece.sequence_BT() if self.layout.megatron.num_experts else None
 
     def _run(self, forward: Any, pieces: list[MicroBatch], *, forward_only: bool) -> None:
         B, T = pieces[0].ids_BT.shape

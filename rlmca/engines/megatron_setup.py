@@ -56,6 +56,13 @@ def engine_options(cfg: RunConfig) -> EngineOptions:
             cp_comm_type=megatron.cp_comm_type,  # type: ignore[arg-type]
             moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,  # type: ignore[arg-type]
             moe_grouped_gemm=megatron.moe_grouped_gemm,
+            moe_router_load_balancing_type=megatron.moe_router_load_balancing_type,  # type: ignore[arg-type]
+            moe_aux_loss_coeff=megatron.moe_aux_loss_coeff,
+            moe_z_loss_coeff=megatron.moe_z_loss_coeff,
+            moe_router_dtype=megatron.moe_router_dtype,  # type: ignore[arg-type]
+            moe_expert_capacity_factor=megatron.moe_expert_capacity_factor,
+            moe_pad_expert_input_to_capacity=megatron.moe_pad_expert_input_to_capacity,
+            moe_token_drop_policy=megatron.moe_token_drop_policy,  # type: ignore[arg-type]
             recompute_granularity=megatron.recompute_granularity,
             recompute_method=megatron.recompute_method,
             recompute_num_layers=megatron.recompute_num_layers,

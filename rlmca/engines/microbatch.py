@@ -57,6 +57,20 @@ class MicroBatch:
     borders: tuple[int, ...] | None
     """Packed: where each sequence begins in the one row, and where the row ends."""
 
+    def sequence_BT(self) -> Tensor:
+        """Shape of `ids_BT`: the number in `rows` of the row that a token belongs to, -1 for padding and rows of zero weight."""
+        number = torch.arange(len(self.numbers), device=self.ids_BT.device)
+        length = self.rows.length_B[: len(self.numbers)]
+        sequence_BT = torch.full_like(self.ids_BT, -1)
+        if self.borders is None:
+            real_BT = torch.arange(self.ids_BT.shape[1], device=self.ids_BT.device) < length[:, None]
+            sequence_BT[: len(number)] = torch.where(real_BT, number[:, None], -1)
+            return sequence_BT
+        begin = torch.tensor(self.borders[: len(number)], dtype=torch.int64, device=self.ids_BT.device)
+        place = torch.arange(int(length.sum()), device=self.ids_BT.device) + (begin - (length.cumsum(0) - length)).repeat_interleave(length)
+        sequence_BT[0, place] = number.repeat_interleave(length)
+        return sequence_BT
+
 
 def shares(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[list[int]]:
     """Row numbers of every data-parallel rank's share of a batch, each ascending and none empty.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from rlmca.parallel import groups
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import layout_of_folder
 from rlmca.transfer.kept import kept_note
+
+_logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -72,4 +75,7 @@ def build_engine(cfg: RunConfig, folder: Path, parallel: Parallel, *, trainable:
     layout = layout_of_folder(folder, choose_spec(options.build.transformer_impl))
     if trainable and not fresh and parallel.is_main and (text := kept_note(folder, layout.megatron.kept)):
         note(text)
+    wanted = cfg.megatron.moe_grouped_gemm and "moe_grouped_gemm" in cfg.given and layout.megatron.num_experts
+    if wanted and layout.spec == "local" and trainable and parallel.is_main:
+        _logger.warning("moe_grouped_gemm: true needs Transformer Engine: experts run one after the other here, with the same result")
     return MegatronEngine(layout, parallel, options, folder=None if fresh else folder, trainable=trainable)

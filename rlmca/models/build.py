@@ -81,7 +81,13 @@ def _experts(layout: ModelLayout, options: BuildOptions, topology: Topology) -> 
         "expert_tensor_parallel_size": topology.expert_tp,
         "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
         "moe_grouped_gemm": layout.spec == "te",  # the one kernel for all experts is Transformer Engine's
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
+        "moe_router_dtype": options.moe_router_dtype,
+        "moe_expert_capacity_factor": options.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": options.moe_token_drop_policy,
     }
 
 

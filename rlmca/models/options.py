@@ -24,6 +24,16 @@ class BuildOptions:
     """How tokens reach their experts on other ranks."""
     moe_grouped_gemm: bool = True
     """All experts of a rank in one kernel; Transformer Engine's alone, torch's parts take them one by one."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    """What the router's auxiliary loss balances the use of experts over: a micro-batch, or each row."""
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """In which the router's logits are computed and experts' results are weighed."""
+    moe_expert_capacity_factor: float | None = None
+    """Most tokens of an expert over those it would have if all had as many; None: no limit."""
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
@@ -39,6 +49,11 @@ class BuildOptions:
     """Draw initial weights instead of leaving them for a checkpoint to fill. An engine without a folder sets it."""
     additional_configs: dict[str, Any] = field(default_factory=dict)
     """Further fields of TransformerConfig, by Megatron's names: those in `build.HONOURED`, others only at the value they have."""
+
+    @property
+    def exchanges_fixed_sizes(self) -> bool:
+        """Whether ranks that share experts must have micro-batches of one shape."""
+        return self.moe_token_dispatcher_type == "allgather" or self.moe_pad_expert_input_to_capacity
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from rlmca.models.attention import packed_rows
 from rlmca.models.context import Borders, held_places, own_targets, whole_outputs
 from rlmca.models.logprobs import token_log_probs
 from rlmca.models.logprobs_head import head_log_probs
+from rlmca.models.router import ExpertBlock, ExpertLayer
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -57,13 +59,25 @@ class PolicyModel(GPTModel):
             # GPTModel names the class of its output layer: give what it built, parameters and hooks alike, our forward.
             # The head sees rows that `_chosen` has gathered already, and `_chosen` reduces their gradient too.
             self.output_layer.__class__ = LogProbHead
+        for module in self.modules():
+            if type(module) is MoELayer:  # a layer spec with another class would not be handed its process groups
+                module.__class__ = ExpertLayer
+        if self.config.num_moe_experts:
+            self.decoder.__class__ = ExpertBlock
 
     def forward(
-        self, ids_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, entropy: bool = True, borders: Borders | None = None
+        self,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        temperature: float = 1.0,
+        entropy: bool = True,
+        borders: Borders | None = None,
+        sequence_BT: Tensor | None = None,
     ) -> Tensor:
         """See the class. `borders`: the one row of the batch holds several sequences, which begin there; last, the row's end.
 
-        The first token of a sequence must not be chosen: nothing predicts it. Without `entropy` its row is zero.
+        The first token of a sequence must not be chosen: nothing predicts it. Without `entropy` its row is zero. Routers of
+        experts read `sequence_BT`: the number of the sequence that a token belongs to, -1 for padding.
         """
         cp = self.cp_group.size()
         held_S = held_places(borders or (0, ids_BT.shape[1]), cp, self.cp_group.rank(), ids_BT.device)
@@ -73,6 +87,7 @@ class PolicyModel(GPTModel):
             held_S.expand_as(ids_BS),  # read by learned positions alone, which no family here has; rotary ones follow the borders
             attention_mask=None,
             packed_seq_params=None if borders is None else packed_rows(borders, ids_BT.device),
+            padding_mask=None if sequence_BT is None else self._held_sequences(sequence_BT, held_S),
         )
         if not self.post_process:
             return hidden
@@ -86,6 +101,13 @@ class PolicyModel(GPTModel):
             entropy=entropy,
         )
         return raw_2N if cp == 1 else whole_outputs(raw_2N, number_N, int(mask_BT.sum()), self.cp_group)
+
+    def _held_sequences(self, sequence_BT: Tensor, held_S: Tensor) -> Tensor:
+        """Those of the tokens that this stage's layers hold here; Megatron shares them out to tensor ranks on the first stage alone."""
+        sequence_BS = sequence_BT[:, held_S]
+        if self.pre_process or not self.config.sequence_parallel:
+            return sequence_BS
+        return sequence_BS.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()].contiguous()
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from rlmca.models.attention import TorchCoreAttention, TorchRMSNorm
 from rlmca.models.latent import LATENT_EPS, use_latent_attention
 from rlmca.models.options import BuildOptions
+from rlmca.models.router import Router
 from rlmca.parallel import platform
 
 Spec = Literal["local", "te"]
@@ -77,7 +79,10 @@ def block_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None = Non
             )
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        for layer in block.layer_specs:
+            _take_own_router(layer)
+        return block
     number, first = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
     mixtures = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     made = {has_experts: _local_layer(config, bool(has_experts)) for has_experts in set(mixtures)}
@@ -101,4 +106,11 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> Any:
         use_latent_attention(layer)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    _take_own_router(layer)
     return layer
+
+
+def _take_own_router(layer: Any) -> None:
+    mlp = layer.submodules.mlp
+    if mlp.module is MoELayer:
+        mlp.submodules.router = Router

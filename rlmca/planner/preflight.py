@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlmca.config import ConfigError, RunConfig, batch_plan, keys, layout_errors
+from rlmca.config.expert_checks import EXPERT_KEYS
 from rlmca.data import DataError, check_sources, template_errors
 from rlmca.engines.huggingface_setup import setup_errors
 from rlmca.engines.megatron_setup import run_topology
@@ -99,8 +100,7 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
 def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
     """Raises LayoutError for what experts need, or do not have here, besides sizes that come out even."""
     if not layout.megatron.num_experts:
-        names = ("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm")
-        given = [name for name in names if getattr(cfg.megatron, name) != keys()[name].default]
+        given = [name for name in EXPERT_KEYS if getattr(cfg.megatron, name) != keys()[name].default]
         if given:
             raise LayoutError(f"{', '.join(given)}: a {layout.family.model_type} model has no experts; leave it out")
         return
@@ -120,6 +120,13 @@ def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
                 f"rollout_engine: sglang of {layout.family.model_type}: a shared expert by SGLang's servers is not in this version; "
                 "write rollout_engine: local"
             )
+    number, factor = layout.megatron.num_experts, cfg.megatron.moe_expert_capacity_factor
+    chosen = layout.megatron.config["moe_router_topk"]
+    if cfg.megatron.moe_pad_expert_input_to_capacity and factor and factor * chosen > number:
+        raise LayoutError(
+            f"moe_expert_capacity_factor is {factor:g} and {chosen} of {number} experts are chosen: there are not enough tokens to pad "
+            f"an expert to its capacity; write at most {number * 100 // chosen / 100:g}, or moe_pad_expert_input_to_capacity: false"
+        )
 
 
 def _check_latent(cfg: RunConfig, layout: ModelLayout) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 Numbers = dict[str, Tensor]
 """What a model computes on the batch, by name: losses, gradients under HF names, log-probs and entropy of the targets."""
+CHOICES = "experts chosen"
+"""Name of how often the batch's tokens chose each expert of each layer, [layers, experts]."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def assert_same(found: Numbers, expected: Numbers, allowed: Difference, where: s
         more = f"by more than {allowed.absolute:g}, or {allowed.relative:g} of their largest entry"
         lines = [f"{where}: {len(wrong)} of {len(sizes)} tensors differ {more}"]
         lines += [f"  {name}: {wrong[name]}, {_place(found[name], expected[name])}" for name in worst[:5]]
+        if CHOICES in wrong:
+            lines.insert(1, "  tokens chose other experts: a near tie that rounding decides, or a wrong router")
         raise AssertionError("\n".join(lines + [f"  and {len(worst) - 5} more"] * (len(worst) > 5)))
     return largest(sizes)
 

@@ -13,9 +13,9 @@ from tests.helpers.models import save_model
 from tests.helpers.ranks import rank_pool
 from tests.invariance.compare import Difference, Numbers
 from tests.invariance.draws import how_to_repeat, seed_of_this_run
-from tests.invariance.numbers import FAMILIES, make_batch, numbers_on_rank
+from tests.invariance.numbers import FAMILIES, MIXTURES, make_batch, numbers_on_rank
 from tests.invariance.reference import transformers_numbers
-from tests.invariance.table import layouts
+from tests.invariance.table import EXPERTS, layouts
 
 COMPARED = {
     "float64": "layouts in float64 and one process",
@@ -69,30 +69,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_model(family, tmp_path_factory.mktemp(family), **sizes) for family, sizes in FAMILIES.items()}
+    return {family: save_model(family, tmp_path_factory.mktemp(family), **sizes) for family, sizes in {**FAMILIES, **MIXTURES}.items()}
 
 
 @pytest.fixture(scope="session")
-def numbers_of_transformers() -> Callable[[str, torch.dtype], Numbers]:
-    """(family, dtype) -> numbers."""
-    made: dict[tuple[str, torch.dtype], Numbers] = {}
+def numbers_of_transformers() -> Callable[..., Numbers]:
+    """(family, dtype, with the routers' losses) -> numbers."""
+    made: dict[tuple[str, torch.dtype, bool], Numbers] = {}
 
-    def get(family: str, dtype: torch.dtype) -> Numbers:
-        if (family, dtype) not in made:
-            made[family, dtype] = transformers_numbers(family, make_batch(), dtype)
-        return made[family, dtype]
+    def get(family: str, dtype: torch.dtype, balanced: bool = False) -> Numbers:
+        if (family, dtype, balanced) not in made:
+            made[family, dtype, balanced] = transformers_numbers(family, make_batch(), dtype, balanced=balanced)
+        return made[family, dtype, balanced]
 
     return get
 
 
 @pytest.fixture(scope="session")
-def numbers_of_one_process(models: dict[str, Path]) -> Callable[[str], Numbers]:
-    """Family -> numbers of the table's first layout in float64."""
-    made: dict[str, Numbers] = {}
+def numbers_of_one_process(models: dict[str, Path]) -> Callable[..., Numbers]:
+    """(family, with the routers' losses) -> numbers of one process in float64."""
+    made: dict[tuple[str, bool], Numbers] = {}
 
-    def get(family: str) -> Numbers:
-        if family not in made:
-            made[family] = rank_pool(1).run(numbers_on_rank, models[family], layouts()[0], torch.float64)[0]
-        return made[family]
+    def get(family: str, balanced: bool = False) -> Numbers:
+        if (family, balanced) not in made:
+            layout = layouts(EXPERTS)[int(balanced)]
+            made[family, balanced] = rank_pool(1).run(numbers_on_rank, models[family], layout, torch.float64)[0]
+        return made[family, balanced]
 
     return get

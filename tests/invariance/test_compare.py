@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.helpers.engine import Layout
-from tests.invariance.compare import Difference, Numbers, assert_same
+from tests.invariance.compare import CHOICES, Difference, Numbers, assert_same
 from tests.invariance.draws import SEED_VARIABLE, random_layout, sample, seed_of_this_run
 from tests.invariance.numbers import make_batch
 from tests.invariance.reference import transformers_numbers
-from tests.invariance.table import TABLE, kinds, layout_of, layouts
+from tests.invariance.table import EXPERTS, TABLE, kinds, kinds_of_experts, layout_of, layouts
 
 TENSOR = "sft: gradient of model.layers.3.self_attn.q_proj.weight"
 ALLOWED = Difference(absolute=1e-9, relative=1e-9)
@@ -56,6 +56,16 @@ def test_what_is_no_number_comes_first(numbers: Numbers) -> None:
         assert_same(found, numbers, ALLOWED, WHERE)
 
 
+def test_other_choices_of_experts_are_named_before_what_they_change(numbers: Numbers) -> None:
+    before = {**numbers, CHOICES: torch.tensor([[3.0, 5.0]])}
+    found = changed({**before, CHOICES: torch.tensor([[2.0, 6.0]])}, TENSOR, 1.0)
+    with pytest.raises(AssertionError, match="2 of .*\n  tokens chose other experts: a near tie"):
+        assert_same(found, before, ALLOWED, WHERE)
+    with pytest.raises(AssertionError) as caught:
+        assert_same(changed(before, TENSOR, 1.0), before, ALLOWED, WHERE)
+    assert "experts" not in str(caught.value).replace(TENSOR, "")
+
+
 def test_missing_tensors_and_other_types_are_differences(numbers: Numbers) -> None:
     with pytest.raises(AssertionError, match=TENSOR):
         assert_same({name: tensor for name, tensor in numbers.items() if name != TENSOR}, numbers, ALLOWED, WHERE)
@@ -68,6 +78,16 @@ def test_the_table_has_forty_layouts_of_every_kind() -> None:
     assert len({layout.name for layout in table}) == len(table) >= 40
     assert {layout.world for layout in table} == {1, 2, 4, 8}
     assert kinds(table[0]) == {"1 processes", "micro-batches of 9 rows"}
+
+
+def test_layouts_of_experts_have_both_exchanges_and_the_losses_of_routers() -> None:
+    table = layouts(EXPERTS)
+    assert len({layout.name for layout in table}) == len(table) >= 40
+    assert {layout.ep for layout in table} == {1, 2, 4} and {layout.world for layout in table} == {1, 2, 4, 8}
+    small = [layout for layout in table if layout.world <= 4]
+    everything = set().union(*map(kinds_of_experts, table))
+    assert everything == set().union(*map(kinds_of_experts, sample(small, 0, 1, kinds_of_experts)))
+    assert all(layout.sp for layout in table if layout.tp > 1)
 
 
 def test_a_line_that_is_no_layout_is_refused_with_the_head() -> None:

@@ -82,6 +82,16 @@ def test_fusions_without_a_kernel_of_their_own_run_anywhere(values: dict[str, An
         ({"tensor_model_parallel_size": 2}, 2, "tensor_model_parallel_size is 2 and the model has experts"),
         ({"expert_model_parallel_size": 4}, 2, "world size 2 is not a multiple of expert tensor 1 x expert 4 x pipeline 1 = 4"),
         ({"stage": "grpo", "rewards": "exact", "sglang_base_urls": ["http://127.0.0.1:9"]}, 1, "SGLang gives experts to every layer"),
+        (
+            {
+                "moe_expert_capacity_factor": 3,
+                "moe_pad_expert_input_to_capacity": True,
+                "moe_token_dispatcher_type": "alltoall",
+            },
+            1,
+            "moe_expert_capacity_factor is 3 and 3 of 8 experts are chosen: there are not enough tokens to pad an expert to its capacity; "
+            "write at most 2.66, or",
+        ),
     ],
 )
 def test_what_experts_need_is_said_with_the_numbers(

@@ -35,7 +35,7 @@ LOADING: Mapping[str, Foreign] = {
 ARCHITECTURE: Mapping[str, Foreign] = {
     **refuse("rope_scaling", f"changing the model's RoPE is {_LATER}", "write it into the model's config.json"),
     **refuse("shift_attn mixture_of_depths", f"changing the model's attention is {_LATER}"),
-    **refuse("moe_aux_loss_coef", f"the router's auxiliary loss is {_LATER}", "", 0),
+    **refuse("moe_aux_loss_coef", "the Hugging Face engine trains no mixture of experts", "with USE_MCA=1 write moe_aux_loss_coeff", 0),
 }
 KERNELS: Mapping[str, Foreign] = {
     **refuse("use_unsloth use_unsloth_gc", f"Unsloth's kernels are {_LATER}", "leave it out: they change speed and memory alone"),

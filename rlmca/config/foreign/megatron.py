@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rlmca.config.foreign.entry import Foreign, no_effect, refuse
 
 _LATER = "not in this version"
-_MOE = f"besides expert_model_parallel_size, expert_tensor_parallel_size and moe_token_dispatcher_type options of experts are {_LATER}"
+_MOE = f"this option of experts is {_LATER}"
 
 MEGATRON: Mapping[str, Foreign] = {
     **no_effect("overlap_p2p_comm", "with several chunks a stage it is always on, else there is nothing to overlap"),
@@ -32,9 +32,7 @@ MEGATRON: Mapping[str, Foreign] = {
         "with USE_MCA=1 write it under additional_configs; the Hugging Face engine takes dropout from the model's config.json",
         elsewhere=True,
     ),
-    **refuse("moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_enable_routing_replay moe_layer_recompute", _MOE),
-    **refuse("moe_expert_capacity_factor moe_token_drop_policy moe_router_dtype", _MOE),
-    **refuse("moe_aux_loss_coeff", f"the router's auxiliary loss is {_LATER}", "", 0),
+    **refuse("moe_shared_expert_overlap moe_enable_routing_replay moe_layer_recompute", _MOE),
     **refuse("mtp_num_layers", f"multi-token prediction is {_LATER}", "", 0),
     **refuse(
         "calculate_per_token_loss",
