@@ -27,7 +27,7 @@ from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
 from rlmca.run.source import check_lengths, open_source, rollout_engine, run_dtype, sampling_params
-from rlmca.transfer.convert import rewrite_hf
+from rlmca.transfer.convert.rewrite import rewrite_hf
 from rlmca.transfer.merged import MergedFolder
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample

@@ -348,7 +348,7 @@ def test_a_run_resumed_under_another_rule_follows_its_own(
 
 def test_weights_that_float16_cannot_hold_are_refused_by_name_everywhere(tmp_path: Path) -> None:
     """Cast without a look they would be inf, and an exported model would be broken without a word."""
-    from rlmca.transfer.convert import rewrite_hf
+    from rlmca.transfer.convert.rewrite import rewrite_hf
     from rlmca.transfer.hf_folder import HFFolderError
 
     model = make_model("qwen3_untied")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmca.transfer.convert import rewrite_hf
+from rlmca.transfer.convert.rewrite import rewrite_hf
 from tests.helpers.transfer import stored
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rlmca.layouts import Coord, Topology
-from rlmca.transfer.convert import rewrite_hf
+from rlmca.transfer.convert.rewrite import rewrite_hf
 from rlmca.transfer.hf_folder import HFFolderError, open_hf_folder
 from rlmca.transfer.hf_writer import HFWriter, new_folder
 from rlmca.transfer.load import load_ranks

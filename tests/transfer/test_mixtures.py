@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlmca.layouts import Form, Topology
-from rlmca.transfer.convert import rewrite_hf
+from rlmca.transfer.convert.rewrite import rewrite_hf
 from rlmca.transfer.export import export_hf
 from rlmca.transfer.hf_folder import HFFolderError
 from rlmca.transfer.module import copy_to_module

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rlmca.layouts import LayoutError, UnsupportedField
-from rlmca.transfer.convert import is_megatron_checkpoint, rewrite_hf
+from rlmca.transfer.convert.rewrite import is_megatron_checkpoint, rewrite_hf
 from rlmca.transfer.hf_folder import HFFolderError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
