@@ -22,11 +22,12 @@ class Bench:
 
 
 def parse_extra(defaults: Any, extra: Sequence[str], where: str) -> Any:
-    """`defaults` (a dataclass instance) with the `key=value` items applied; every mistake is named at once."""
+    """`defaults` (a dataclass instance) with the items applied, `key=value`, `--key=value` or `--key value`; every mistake is named at
+    once."""
     known = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(defaults)}
     changes: dict[str, Any] = {}
     errors: list[str] = []
-    for item in extra:
+    for item in _joined(extra):
         key, equals, text = item.partition("=")
         if not equals or key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -41,3 +42,13 @@ def parse_extra(defaults: Any, extra: Sequence[str], where: str) -> Any:
     if errors:
         raise ConfigError(errors)
     return dataclasses.replace(defaults, **changes)
+
+
+def _joined(extra: Sequence[str]) -> list[str]:
+    """The items as `key=value`."""
+    items: list[str] = []
+    rest = iter(extra)
+    for item in rest:
+        key = item.removeprefix("--")
+        items.append(key if key == item or "=" in key else f"{key}={next(rest, '')}")
+    return items

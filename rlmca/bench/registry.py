@@ -7,13 +7,14 @@ from pathlib import Path
 
 from rlmca.bench.base import Bench, parse_extra
 from rlmca.bench.compare import DEMO
+from rlmca.bench.convert import CONVERT
 from rlmca.bench.logprobs import LOGPROBS
 from rlmca.config import ConfigError
 from rlmca.run.output import write_json
 
 __all__ = ["BENCHES", "run_bench"]
 
-BENCHES: dict[str, Bench] = {bench.name: bench for bench in (DEMO, LOGPROBS)}
+BENCHES: dict[str, Bench] = {bench.name: bench for bench in (DEMO, CONVERT, LOGPROBS)}
 
 
 def run_bench(name: str, json_file: str | Path | None = None, extra: Sequence[str] = ()) -> int:

@@ -42,6 +42,12 @@ def volume(box: Box) -> int:
     return math.prod(extents(box))
 
 
+def cut_box(one: Box, two: Box) -> Box | None:
+    """What two boxes have in common; None when that is nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, two, strict=True))
+    return common if all(a < b for a, b in common) else None
+
+
 def interleave(shapes: Mapping[str, Shape], groups: int = 1) -> Iterator[Tile]:
     """Tiles of the concatenation along axis 0, group by group: group g holds the g-th of `groups` equal parts of each.
 
@@ -70,8 +76,7 @@ def stack(tiles: Iterable[Tile], shapes: Mapping[str, Shape], name: str, at: int
 def cut(tiles: Iterable[Tile], box: Box) -> Iterator[Tile]:
     """The parts of the tiles inside `box`, with `dst` relative to the box."""
     for hf, src, dst in tiles:
-        cap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(dst, box, strict=True))
-        if all(a < b for a, b in cap):
+        if (cap := cut_box(dst, box)) is not None:
             inside = tuple((s + a - d, s + b - d) for (s, _), (d, _), (a, b) in zip(src, dst, cap, strict=True))
             yield Tile(hf, inside, tuple((a - o, b - o) for (a, b), (o, _) in zip(cap, box, strict=True)))
 

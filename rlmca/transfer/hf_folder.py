@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,6 +51,12 @@ class HFFolder:
         value: Tensor = part[tuple(slice(a, b) for a, b in box)] if box is not None else part[:]
         return value
 
+    def same_bits(self, one: str, two: str) -> bool:
+        """Whether two tensors are equal bit for bit."""
+        if (self.shapes[one], self.dtypes[one]) != (self.shapes[two], self.dtypes[two]):
+            return False
+        return torch.equal(self.read(one).view(torch.uint8), self.read(two).view(torch.uint8))
+
     def files_of(self, names: Iterable[str]) -> list[Path]:
         """The files that hold these tensors, each once."""
         return [self.path / file for file in sorted({self._file_of[name] for name in names})]
@@ -69,7 +75,7 @@ class HFFolder:
 
     def _locate(self) -> dict[str, str]:
         """{tensor name: file name}."""
-        return _locate(self.path)
+        return locate(self.path)
 
     def _read_headers(self) -> None:
         for name in sorted(set(self._file_of.values())):
@@ -86,7 +92,7 @@ class HFFolder:
             self.dtypes[name] = DTYPES[part.get_dtype()]
 
 
-def _locate(path: Path) -> dict[str, str]:
+def locate(path: Path) -> dict[str, str]:
     """{tensor name: file name} as the index says; for a single file the names come from its header."""
     if not path.is_dir():
         raise HFFolderError(f"{path} is not a folder")
@@ -134,7 +140,7 @@ def layout_of_folder(path: str | Path, spec: Spec = "local") -> ModelLayout:
 def tensor_names(path: str | Path) -> list[str]:
     """Names of a folder's tensors; none where there are no weights to read: whoever reads them says so."""
     try:
-        return list(_locate(Path(path)))
+        return list(locate(Path(path)))
     except HFFolderError:
         return []
 
@@ -153,7 +159,25 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def check_tensors(folder: HFFolder, want: Mapping[str, Shape], tied: bool, kept: tuple[str, ...] = ()) -> None:
+class NamedTensors(Protocol):
+    """Tensors of a folder by name."""
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of every tensor."""
+        ...
+
+    def same_bits(self, one: str, two: str) -> bool:
+        """Whether two tensors are equal bit for bit."""
+        ...
+
+
+def check_tensors(folder: NamedTensors, want: Mapping[str, Shape], tied: bool, kept: tuple[str, ...] = ()) -> None:
     """Raises HFFolderError when the folder's tensors are not those of the layout, all differences in one message.
 
     A tied model may carry a copy of its embedding as lm_head.weight if it is the same bit for bit. Rotary tables that old
@@ -164,7 +188,7 @@ def check_tensors(folder: HFFolder, want: Mapping[str, Shape], tied: bool, kept:
     if tied and "lm_head.weight" in have:
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         del have[head]
-        if embedding in have and not _same_bits(folder, embedding, head):
+        if embedding in have and not folder.same_bits(embedding, head):
             problems.append(f"tie_word_embeddings is true, but {head} differs from {embedding}; write tie_word_embeddings: false")
     if missing := [n for n in want if n not in have]:
         problems.append(f"missing: {_some(missing)}")
@@ -173,12 +197,6 @@ def check_tensors(folder: HFFolder, want: Mapping[str, Shape], tied: bool, kept:
     problems += [f"{n} has shape {have[n]}, config.json says {want[n]}" for n in want if n in have and have[n] != want[n]]
     if problems:
         raise HFFolderError(f"the tensors in {folder.path} do not fit its config.json:\n" + "\n".join(problems))
-
-
-def _same_bits(folder: HFFolder, one: str, two: str) -> bool:
-    if folder.shapes[one] != folder.shapes[two] or folder.dtypes[one] != folder.dtypes[two]:
-        return False
-    return torch.equal(folder.read(one).view(torch.uint8), folder.read(two).view(torch.uint8))
 
 
 def _some(names: list[str], most: int = 8) -> str:

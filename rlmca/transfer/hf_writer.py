@@ -51,7 +51,8 @@ class HFWriter:
         self.path = path
         self.metadata = {"format": "pt", **(metadata or {})}
         self._shapes, self._single = dict(tensors), single
-        self._shards = [list(self._shapes)] if single else self._split(int(shard_gb * 10**9))
+        sizes = {name: self._bytes(name) for name in self._shapes}
+        self._shards = [list(sizes)] if single else shards_of(sizes, int(shard_gb * 10**9))
         self._queue = [(number, name) for number, shard in enumerate(self._shards) for name in shard]
         self._at = 0
         self._file: IO[bytes] | None = None
@@ -81,12 +82,8 @@ class HFWriter:
         if self._single:
             (self.path / self._name(0)).replace(self.path / self._single)
         if len(self._shards) > 1:
-            elements = sum(math.prod(shape) for shape in self._shapes.values())
-            index = {
-                "metadata": {"total_parameters": elements, "total_size": sum(map(self._bytes, self._shapes))},
-                "weight_map": dict(sorted((name, self._name(number)) for number, name in self._queue)),
-            }
-            (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            place = {name: self._name(number) for number, name in self._queue}
+            (self.path / INDEX).write_text(index_text(self._shapes, sum(map(self._bytes, self._shapes)), place), encoding="utf-8")
 
     def __enter__(self) -> HFWriter:
         return self
@@ -100,35 +97,13 @@ class HFWriter:
     def _bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * self._dtypes[name].itemsize
 
-    def _split(self, most: int) -> list[list[str]]:
-        shards: list[list[str]] = [[]]
-        used = 0
-        for name in self._shapes:
-            size = self._bytes(name)
-            if used and used + size > most:
-                shards.append([])
-                used = 0
-            shards[-1].append(name)
-            used += size
-        return shards
-
     def _name(self, number: int) -> str:
-        total = len(self._shards)
-        if self._single:
-            return f".{self._single}.partial"
-        return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+        return f".{self._single}.partial" if self._single else shard_name(number, len(self._shards))
 
     def _start(self, number: int) -> IO[bytes]:
-        header: dict[str, object] = {"__metadata__": self.metadata}
-        at = 0
-        for name in self._shards[number]:
-            end = at + self._bytes(name)
-            header[name] = {"dtype": CODES[self._dtypes[name]], "shape": list(self._shapes[name]), "data_offsets": [at, end]}
-            at = end
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)  # the format aligns the data to 8 bytes
+        own = {name: (CODES[self._dtypes[name]], self._shapes[name], self._bytes(name)) for name in self._shards[number]}
         file = (self.path / self._name(number)).open("wb" if self._single else "xb")
-        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.write(header_bytes(own, self.metadata))
         return file
 
     def _close_file(self) -> None:
@@ -137,6 +112,43 @@ class HFWriter:
             os.fsync(self._file.fileno())  # a renamed folder must not hold files that a power cut empties
             self._file.close()
             self._file = None
+
+
+def shards_of(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The tensors, given with their bytes, dealt out in order to files of at most `most` bytes, or of one tensor."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if used and used + size > most:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def shard_name(number: int, total: int) -> str:
+    """Name of the `number`-th of `total` files, as Transformers names them."""
+    return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+
+
+def header_bytes(tensors: Mapping[str, tuple[str, Shape, int]], metadata: Mapping[str, str]) -> bytes:
+    """What stands in a safetensors file before the bytes of its tensors (code of the type, shape, bytes), which follow in order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, (code, shape, size) in tensors.items():
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # the format aligns the data to 8 bytes
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def index_text(shapes: Mapping[str, Shape], total_size: int, file_of: Mapping[str, str]) -> str:
+    """The index of several files, as Transformers writes it."""
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    metadata = {"total_parameters": elements, "total_size": total_size}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(file_of.items()))}, indent=2, sort_keys=True) + "\n"
 
 
 @contextlib.contextmanager

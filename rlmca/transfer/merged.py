@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlmca.layouts import Coord, ModelLayout, Topology
 from rlmca.layouts.adapters import PREFIX
-from rlmca.layouts.boxes import Box, Range, full
+from rlmca.layouts.boxes import Box, Range, Shape, full
 from rlmca.transfer.hf_folder import HFFolder, HFFolderError
 from rlmca.transfer.peft import AdapterFolder
 
@@ -24,32 +24,31 @@ class _Part(NamedTuple):
     rows: Range
 
 
-class MergedFolder(HFFolder):
-    """What is read is W + sum of scaling * B A over the adapters, rounded once to W's type.
+class Merge:
+    """What adapters add to the tensors of a model: W + sum of scaling * B A, rounded once to W's type.
 
-    Raises HFFolderError for an adapter of a layer that the model does not have, or of another shape.
+    `config` and `shapes` are those of the model in `path`. Raises HFFolderError for an adapter of a layer that the model does
+    not have, or of another shape.
     """
 
-    def __init__(self, path: Path, adapters: Sequence[Path]) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape], adapters: Sequence[Path]) -> None:
+        self._shapes = shapes
         self._adapters: list[AdapterFolder] = []
+        self._stacked = _stacked_parts(config, shapes)
         try:
-            self._stacked = self._stacked_parts()
             for adapter in adapters:
                 self._adapters.append(AdapterFolder(Path(adapter)))
-                self._check(self._adapters[-1])
+                self._check(self._adapters[-1], path)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def changed(self) -> list[str]:
-        """Names of the tensors that some adapter changes."""
-        return [name for name in self.shapes if any(_pair(part.name)[0] in a.shapes for part in self._parts(name) for a in self._adapters)]
+    def touches(self, name: str) -> bool:
+        """Whether some adapter changes the tensor."""
+        return any(_pair(part.name)[0] in adapter.shapes for part in self._parts(name) for adapter in self._adapters)
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See `HFFolder.read`."""
-        value, box = super().read(name, box), full(self.shapes[name]) if box is None else box
+    def merged(self, name: str, value: Tensor, box: Box) -> Tensor:
+        """The tensor inside `box`, in a type of more bits, given what is stored there; `value` itself where nothing is added."""
         total: Tensor | None = None
         for part in self._parts(name):
             for adapter in self._adapters:
@@ -59,48 +58,75 @@ class MergedFolder(HFFolder):
                     total = value.to(torch.promote_types(value.dtype, torch.float64 if value.dtype == torch.float32 else torch.float32))
                 into = total[at[0]]
                 into += _delta(adapter, part.name, at[1], box[-1], total.dtype)
-        return value if total is None else total.to(value.dtype)
+        return value if total is None else total
 
     def close(self) -> None:
-        """Close the files."""
-        super().close()
-        for adapter in getattr(self, "_adapters", []):
+        """Close the adapters' files."""
+        for adapter in self._adapters:
             adapter.close()
 
     def _parts(self, name: str) -> list[_Part]:
-        return self._stacked.get(name) or [_Part(name, None, (0, self.shapes[name][0]))]
+        return self._stacked.get(name) or [_Part(name, None, (0, self._shapes[name][0]))]
 
-    def _stacked_parts(self) -> dict[str, list[_Part]]:
-        """The layers inside stacked tensors, by way of the Megatron parameters that both forms describe."""
-        try:
-            single = ModelLayout(self.config)
-        except ValueError:
-            return {}  # a family that only Transformers knows has nothing stacked here
-        stored = single.as_stored(self.shapes)
-        if stored.form == single.form:
-            return {}
-        parts: dict[str, list[_Part]] = {}
-        plans = (layout.rank_plan(Topology(), Coord()) for layout in (stored, single))
-        for whole, own in zip(*(plan.values() for plan in plans), strict=True):
-            for inside in own.copies:
-                for outer in whole.copies:
-                    (low, high), (first, last) = inside.dst[0], outer.dst[0]
-                    if outer.hf != inside.hf and first <= low and high <= last:
-                        start = outer.src[-2][0] + low - first
-                        expert = outer.src[0][0] if len(outer.src) == 3 else None
-                        parts.setdefault(outer.hf, []).append(_Part(inside.hf, expert, (start, start + high - low)))
-        return parts
-
-    def _check(self, adapter: AdapterFolder) -> None:
+    def _check(self, adapter: AdapterFolder, path: Path) -> None:
         fits: set[str] = set()
-        for name, shape in self.shapes.items():
+        for name, shape in self._shapes.items():
             for part in self._parts(name):
                 wants = (adapter.adapter.rank, shape[-1]), (part.rows[1] - part.rows[0], adapter.adapter.rank)
                 pair = _pair(part.name)
                 if all(adapter.shapes.get(matrix) == want for matrix, want in zip(pair, wants, strict=True)):
                     fits.update(pair)
         if wrong := [name for name in adapter.shapes if name not in fits]:
-            raise HFFolderError(f"the adapter {adapter.path} does not fit the model {self.path}: {', '.join(wrong[:4])} has no place there")
+            raise HFFolderError(f"the adapter {adapter.path} does not fit the model {path}: {', '.join(wrong[:4])} has no place there")
+
+
+class MergedFolder(HFFolder):
+    """A folder read with adapters merged into it, see `Merge`."""
+
+    def __init__(self, path: Path, adapters: Sequence[Path]) -> None:
+        super().__init__(path)
+        try:
+            self._merge = Merge(path, self.config, self.shapes, adapters)
+        except BaseException:
+            super().close()
+            raise
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the tensors that some adapter changes."""
+        return [name for name in self.shapes if self._merge.touches(name)]
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """See `HFFolder.read`."""
+        value = super().read(name, box)
+        return self._merge.merged(name, value, full(self.shapes[name]) if box is None else box).to(value.dtype)
+
+    def close(self) -> None:
+        """Close the files."""
+        super().close()
+        self._merge.close()
+
+
+def _stacked_parts(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, list[_Part]]:
+    """The layers inside stacked tensors, by way of the Megatron parameters that both forms describe."""
+    try:
+        single = ModelLayout(config)
+    except ValueError:
+        return {}  # a family that only Transformers knows has nothing stacked here
+    stored = single.as_stored(shapes)
+    if stored.form == single.form:
+        return {}
+    parts: dict[str, list[_Part]] = {}
+    plans = (layout.rank_plan(Topology(), Coord()) for layout in (stored, single))
+    for whole, own in zip(*(plan.values() for plan in plans), strict=True):
+        for inside in own.copies:
+            for outer in whole.copies:
+                (low, high), (first, last) = inside.dst[0], outer.dst[0]
+                if outer.hf != inside.hf and first <= low and high <= last:
+                    start = outer.src[-2][0] + low - first
+                    expert = outer.src[0][0] if len(outer.src) == 3 else None
+                    parts.setdefault(outer.hf, []).append(_Part(inside.hf, expert, (start, start + high - low)))
+    return parts
 
 
 def _pair(name: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ import torch
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
              "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "spiece.model")  # fmt: skip
-OTHERS = ("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates", "*.py",
-          "LICENSE*", "NOTICE*")  # fmt: skip
+OTHERS = ("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates", "**/*.py",
+          "*processor_config.json", "LICENSE*", "NOTICE*")  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -28,11 +28,15 @@ def copy_side_files(source: Path, out: Path) -> list[str]:
     copied = []
     for pattern in (*OTHERS, *TOKENIZER):
         for path in sorted(source.glob(pattern)):
+            name = path.relative_to(source)
+            if any(part.startswith(".") for part in name.parts):
+                continue
             if path.is_dir():
-                shutil.copytree(path, out / path.name)
+                shutil.copytree(path, out / name)
             else:
-                shutil.copyfile(path, out / path.name)
-            copied.append(path.name)
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, out / name)
+            copied.append(str(name))
     return copied
 
 
@@ -41,15 +45,15 @@ def has_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER for _ in folder.glob(pattern))
 
 
-def settle_config(out: Path, hf_config: Mapping[str, Any], dtype: torch.dtype) -> None:
+def settle_config(out: Path, hf_config: Mapping[str, Any], dtype: torch.dtype, drop: Sequence[str] = ()) -> None:
     """Make config.json of the new folder fit the weights: written if the source had none, its dtype changed if it names another.
 
-    Transformers loads weights in the type that config.json names, so a stale entry would round them silently. A config
-    that already fits keeps its bytes.
+    Transformers loads weights in the type that config.json names, so a stale entry would round them silently. Fields in `drop`
+    are left out. A config that already fits keeps its bytes.
     """
     path, name = out / "config.json", str(dtype).removeprefix("torch.")
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else dict(hf_config)
     stale = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
-    if stale or not path.exists():
-        config |= dict.fromkeys(stale, name)
+    if stale or not path.exists() or config.keys() & set(drop):
+        config = {key: value for key, value in (config | dict.fromkeys(stale, name)).items() if key not in drop}
         path.write_text(json.dumps(config, indent=2) + "\n")

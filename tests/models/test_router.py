@@ -19,7 +19,7 @@ def test_the_loss_of_groups_is_the_sum_of_each_by_itself() -> None:
     group_X = torch.randint(-1, 4, (30,), generator=draw)
     group_X[group_X == 2] = 0
     ours = balance_loss(torch.softmax(logits_XE, -1), group_X, groups=6, topk=3)
-    theirs = sum((balance(logits_XE[group_X == g], 3) for g in (0, 1, 3)), torch.zeros((), dtype=torch.float64))
+    theirs = sum((balance(torch.softmax(logits_XE[group_X == g], -1), 3) for g in (0, 1, 3)), torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(ours, theirs)
     gradients = [torch.autograd.grad(value, logits_XE)[0] for value in (ours, theirs)]
     torch.testing.assert_close(*gradients)

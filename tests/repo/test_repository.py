@@ -199,7 +199,7 @@ def test_json_of_a_bench_and_its_errors(tmp_path: Path) -> None:
     from rlmca.bench.registry import BENCHES, run_bench
     from rlmca.config import ConfigError
 
-    with pytest.raises(ConfigError, match="there is: demo"):
+    with pytest.raises(ConfigError, match="there is: convert, demo"):
         run_bench("dmo")
     with pytest.raises(ConfigError) as caught:
         run_bench("demo", None, ["step=3", "rounds=two", "threads"])

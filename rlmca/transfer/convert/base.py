@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,8 +57,17 @@ class Stored(NamedTuple):
     dtype: str
 
 
+Format = Literal["hf", "torch_dist", "ranks"]
+"""A Hugging Face folder, Megatron's distributed checkpoint, a file per rank."""
+
+
 class Source(Protocol):
     """A folder that holds a model. Whoever makes one has checked that all of its tensors are there, with the right shapes."""
+
+    @property
+    def format(self) -> Format:
+        """What it is read from."""
+        ...
 
     @property
     def path(self) -> Path:
@@ -80,7 +89,7 @@ class Source(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values in `box`, in the type that `tensors` says. For tensors without `parts`."""
+        """The values in `box`, in the type that `tensors` says or one of more bits. For tensors without `parts`."""
         ...
 
     def close(self) -> None:
@@ -103,6 +112,11 @@ class Target(Protocol):
     """A folder to write."""
 
     @property
+    def archives(self) -> bool:
+        """Whether its files carry a CRC-32 for every item."""
+        ...
+
+    @property
     def items(self) -> Sequence[Item]:
         """Everything that bytes are to be brought to, by file and offset."""
         ...
@@ -112,7 +126,7 @@ class Target(Protocol):
         ...
 
     def finish(self, folder: Path, crc32: Mapping[str, int] | None) -> None:
-        """Write what depends on the bytes: their checksums by item, None when nobody counted them (then the files carry none)."""
+        """Write what depends on the bytes: their checksums by item (without `archives` they are 0), None when nobody counted."""
         ...
 
 
