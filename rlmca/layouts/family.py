@@ -31,7 +31,7 @@ class Family:
         otherwise than Transformers computes it.
         """
         values, errors = read_fields(hf_config, self.fields)
-        parts: dict[str, dict[str, Any]] = {"config": dict(self.fixed), "model": {}, "files": {}}
+        parts: dict[str, dict[str, Any]] = {"config": dict(self.fixed), "model": {}, "files": {}, "rope": {}}
         for name, rule in self.fields.items():
             if isinstance(rule, Mapped):
                 parts[rule.into][rule.to] = values[name]

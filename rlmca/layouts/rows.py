@@ -39,12 +39,14 @@ class MegatronModel:
 
     `config` is for `TransformerConfig`; its "activation_func" is the *name* of a function in torch.nn.functional.
     `model` is for `GPTModel`; its "vocab_size" is the real vocabulary, which the builder replaces with the padded one.
-    `files` says what a folder holds besides the model, see `kept`.
+    `files` says what a folder holds besides the model, see `kept`. `rope` has the numbers of scaled rotary embeddings, which
+    `GPTModel` has no arguments for; empty for plain ones.
     """
 
     config: Mapping[str, Any]
     model: Mapping[str, Any]
     files: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> tuple[str, ...]:

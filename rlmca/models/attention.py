@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -66,8 +67,9 @@ class TorchCoreAttention(MegatronModule):
     """Causal attention with grouped queries through torch's scaled_dot_product_attention, also over context-parallel ranks.
 
     Sequences are right-padded and pads come after every real token, so the causal mask alone keeps them out of real
-    tokens; what pads compute is never read. Packed sequences are taken one by one and never see each other. Any other
-    mask and biases raise: computing something else than asked would go unnoticed.
+    tokens; what pads compute is never read. Packed sequences are taken one by one and never see each other. With a window
+    (Megatron's `window_size`, tokens to the left of one's own) a token sees the last ones alone. Any other mask and biases
+    raise: computing something else than asked would go unnoticed.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class TorchCoreAttention(MegatronModule):
             raise ValueError(f"the torch core attention knows cp_comm_type all_gather and a2a, not {self.exchange}")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int | None = config.window_size[0] + 1 if windowed and config.window_size else None
+        """How many tokens one sees, itself included."""
 
     def forward(
         self,
@@ -138,14 +143,25 @@ class TorchCoreAttention(MegatronModule):
         parts = []
         for begin, end in itertools.pairwise(borders):
             own, all_ = slice(begin // size, end // size), slice(begin, end)
-            mask_ST = held_S[own, None] >= torch.arange(begin, end, device=query.device)
+            mask_ST = self._seen(held_S[own], torch.arange(begin, end, device=query.device))
             parts.append(self._sequence(query[own], key[all_], value[all_], mask_ST))
         return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, borders: Borders) -> Tensor:
         """[T, B, H, D], causal within each sequence."""
-        parts = [self._sequence(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(borders)]
+        parts = []
+        for begin, end in itertools.pairwise(borders):
+            step = min(end - begin, self.window or end - begin)
+            for a in range(begin, end, max(1, step)):  # one part, or as many as windows fit in: scores stay that small
+                b, first = min(a + step, end), max(begin, a + 1 - step)
+                mask_ST = None if a == begin else self._seen(*(torch.arange(p, b, device=query.device) for p in (a, first)))
+                parts.append(self._sequence(query[a:b], key[first:b], value[first:b], mask_ST))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _seen(self, query_S: Tensor, key_T: Tensor) -> Tensor:
+        """[S, T]: which places a token at a place sees."""
+        seen_ST = query_S[:, None] >= key_T
+        return seen_ST if self.window is None else seen_ST & ((query_S - self.window)[:, None] < key_T)
 
     def _sequence(self, query: Tensor, key: Tensor, value: Tensor, mask_ST: Tensor | None = None) -> Tensor:
         """[S, B, H, D], causal unless a mask says which keys a query sees."""

@@ -17,6 +17,7 @@ from rlmca.layouts.plan import in_chunk
 from rlmca.models.latent import leave_biases
 from rlmca.models.options import BuildOptions, DataParallelOptions
 from rlmca.models.policy import PolicyModel
+from rlmca.models.rope import scale_attention, set_angles
 from rlmca.models.spec import block_spec, choose_spec, kernel_errors
 from rlmca.parallel import platform
 
@@ -110,6 +111,7 @@ def _build_chunk(layout: ModelLayout, options: BuildOptions, topology: Topology,
     if options.recompute_method is not None:
         layout.check_recompute(topology, options.recompute_method, options.recompute_num_layers or 1)
     config = transformer_config(layout, options, topology)
+    scale_attention(config, layout.megatron.rope)
     spec = choose_spec(options.transformer_impl)
     if spec != layout.spec:
         raise ValueError(f"the layout names {layout.spec} parameters, the model is built from {spec} parts")
@@ -126,6 +128,7 @@ def _build_chunk(layout: ModelLayout, options: BuildOptions, topology: Topology,
             **{**layout.megatron.model, "vocab_size": layout.padded_vocab(topology)},
         )
     leave_biases(model.modules(), model.config)
+    set_angles(model, layout.megatron.rope, layout.megatron.model.get("rotary_base", 0))
     _mark_shards(model, layout, topology, coord, chunk)
     if platform.is_cuda():
         model.cuda(torch.cuda.current_device())

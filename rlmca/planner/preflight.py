@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlmca.config import ConfigError, RunConfig, batch_plan, keys, layout_errors
 from rlmca.config.expert_checks import EXPERT_KEYS
@@ -18,6 +19,7 @@ from rlmca.planner.finetuning import finetuning_errors
 from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
 from rlmca.rewards import build_rewards
+from rlmca.rollout.sglang.attention import attention_error
 from rlmca.rollout.sglang.environment import resolve_engine
 from rlmca.rollout.sglang.mixtures import mixture_error
 from rlmca.run.lr import LearningRate
@@ -40,6 +42,7 @@ def preflight_errors(cfg: RunConfig, world_size: int, *, here: bool = True) -> l
             errors += _split_errors(cfg, ModelLayout(hf_config))
         if hf_config is not None:
             errors += _export_errors(cfg)
+            errors += _server_errors(cfg, hf_config)
         errors += finetuning_errors(cfg, hf_config)
     except ConfigError as error:
         errors += error.errors
@@ -84,7 +87,7 @@ def _split_errors(cfg: RunConfig, layout: ModelLayout) -> list[str]:
         lambda: layout.check_width(topology),
         lambda: layout.check_experts(topology),
         lambda: _check_routing(cfg, layout),
-        lambda: _check_latent(cfg, layout),
+        lambda: _check_angles(cfg, layout),
         lambda: layout.check_context(topology, megatron.context_parallel_size, megatron.cp_comm_type),
     ]
     if megatron.recompute_method and not errors:
@@ -129,8 +132,13 @@ def _check_routing(cfg: RunConfig, layout: ModelLayout) -> None:
         )
 
 
-def _check_latent(cfg: RunConfig, layout: ModelLayout) -> None:
-    """Raises LayoutError for a kernel that multi-latent attention has not been compared with."""
+def _check_angles(cfg: RunConfig, layout: ModelLayout) -> None:
+    """Raises LayoutError for a kernel that leaves out what the model's angles need, or that was not compared with them."""
+    if (factor := layout.megatron.rope.get("attention_factor", 1.0)) != 1.0 and cfg.megatron.apply_rope_fusion:
+        raise LayoutError(
+            f"apply_rope_fusion: the fused kernel leaves out the attention factor of the model's YaRN ({factor:.4g}); "
+            "write apply_rope_fusion: false"
+        )
     if layout.megatron.latent and cfg.megatron.apply_rope_fusion:
         raise LayoutError(
             f"apply_rope_fusion: not in this version with the latent attention of {layout.family.model_type}; "
@@ -186,6 +194,11 @@ def _schedule_errors(cfg: RunConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def _server_errors(cfg: RunConfig, hf_config: Mapping[str, Any]) -> list[str]:
+    error = attention_error(hf_config, cfg.generation) if _writes_replies(cfg) and _by_servers(cfg) else None
+    return [] if error is None else [error]
 
 
 def _reward_errors(cfg: RunConfig) -> list[str]:

@@ -63,8 +63,10 @@ class LocalEngine:
         self.pad_id = 0 if pad_id is None else pad_id
         self.rollout_batch = rollout_batch
         self._version = -1 if isinstance(source, PreTrainedConfig) else 0
-        layer_types = getattr(self.module.config, "layer_types", None) or []
-        self._windowed = any(kind != "full_attention" for kind in layer_types)
+        config = self.module.config
+        layer_types = getattr(config, "layer_types", None) or []
+        every_layer = not layer_types and getattr(config, "sliding_window", None) is not None  # Mistral's have one and no list
+        self._windowed = every_layer or any(kind != "full_attention" for kind in layer_types)
 
     @property
     def version(self) -> int:
@@ -156,7 +158,7 @@ class _State:
         mask = self.valid_AS
         if mask is not None:
             mask = self.valid_AS = torch.nn.functional.pad(mask, (0, 1), value=True)
-            # a ready-made 4-D mask is used as it is; the model only has to build its own where layers differ
+            # a ready-made 4-D mask is used as it is; the model only has to build its own where layers have windows
             mask = mask if self.windowed else mask[:, None, None, :]
         out = module(
             input_ids=token_A[:, None],

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.helpers import deepseek_mutations
 
@@ -62,6 +72,7 @@ CONFIG_CLASSES: dict[str, type] = {
     "qwen2": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
     "llama": LlamaConfig,
+    "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "deepseek_v3": DeepseekV3Config,
 }
@@ -83,6 +94,7 @@ def base_config(family: str) -> dict[str, Any]:
             "mlp_only_layers": [1],
         },
         "llama": {},
+        "mistral": {"sliding_window": 4},
         "mixtral": {"num_local_experts": 4},
     }[family]
     return {
@@ -100,9 +112,29 @@ def base_config(family: str) -> dict[str, Any]:
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
-LLAMA3_KEYWORDS = {"rope_scaling": True, "rope_scaling_factor": 8.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_NUMBERS = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1,
+                "truncate": True, "attention_factor": 0.1 * math.log(4.0) + 1.0}  # fmt: skip
+
+
+YARN_CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"factor": 8, "beta_fast": 3, "beta_slow": None}, {"factor": 8, "beta_fast": 3, "attention_factor": 0.1 * math.log(8) + 1.0}),
+    ({"attention_factor": 0.75, "beta_slow": 0.5}, {"attention_factor": 0.75, "beta_slow": 0.5}),
+    ({"truncate": False, "beta_fast": 0}, {"truncate": False}),
+    ({"mscale": 2.0}, {}),
+    ({"mscale": 2.0, "mscale_all_dim": 0.5},
+     {"attention_factor": (0.1 * 2.0 * math.log(4.0) + 1.0) / (0.1 * 0.5 * math.log(4.0) + 1.0)}),
+]  # fmt: skip
+"""Changes of a table, and what they change of its numbers."""
+
+
+def scaled(table: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The keyword that a table of rotary embeddings must become, without the base."""
+    return {"rope": {key: value for key, value in table.items() if key != "rope_theta"} | changes}
+
+
 OTHER_ROPES = [
-    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     {
         "rope_type": "longrope",
@@ -128,6 +160,7 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
     of_three = {"qwen3_moe": [1, 0, 1], "qwen2_moe": [1, 0, 1], "mixtral": [1, 1, 1]}.get(family)
     based = {"rotary_base": 10000.0} if family == "mixtral" else {}  # where a rope names the base that other families have anyway
     derived = family != "qwen3"  # without head_dim, the size of a head follows from hidden_size and heads
+    same_head = {} if family == "qwen3" else {"head_dim": 8}  # Transformers' YaRN fails where the class leaves head_dim null
     windows: dict[str, list[tuple[Any, ...]]] = {
         "use_sliding_window": [
             *_same(True),  # the window would begin at layer 28 of 2
@@ -203,6 +236,16 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
             "output_router_logits": _refused(True),
             "router_aux_loss_coef": _same(0.5),
         },
+        "mistral": {
+            "head_dim": [(16, Maps({"kv_channels": 16})), (None, NoEffect()), *_refused(7)],
+            "sliding_window": [
+                (None, Maps({"window_size": None})),
+                (3, Maps({"window_size": (2, 0)})),
+                (1, Maps({"window_size": (0, 0)})),
+                (16, Maps({"window_size": (15, 0)})),
+                *_refused(0, -1, True, "4"),
+            ],
+        },
         "llama": {
             "head_dim": [(16, Maps({"kv_channels": 16})), (None, NoEffect()), *_refused(7)],
             "attention_bias": [*_refused(True), (True, Maps({"add_bias_linear": True}), {"mlp_bias": True})],
@@ -221,7 +264,7 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "num_key_value_heads": [
             (1, Maps({"num_query_groups": 1})),
-            (None, Refused() if of_three else Maps({"num_query_groups": 4})),  # Transformers' class has no null there
+            (None, Refused() if of_three or family == "mistral" else Maps({"num_query_groups": 4})),  # else its class has no null
             *_refused(3),
         ],
         "hidden_act": [*_same("swish"), *_refused("gelu", "gelu_pytorch_tanh", "relu")],
@@ -234,13 +277,20 @@ def _class_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         "rope_parameters": [
             ({"rope_type": "default", "rope_theta": 500.0}, Maps({"rotary_base": 500.0})),
             ({"rope_theta": 500.0, "partial_rotary_factor": 1.0}, Maps({"rotary_base": 500.0})),
-            ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, Maps({"seq_len_interpolation_factor": 2.0} | based)),
-            (LLAMA3, Maps(LLAMA3_KEYWORDS | based)),
+            ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, Maps(scaled({"rope_type": "linear", "factor": 2.0}) | based)),
+            (LLAMA3, Maps(scaled(LLAMA3) | based)),
+            *[(LLAMA3 | {key: value}, Maps(scaled(LLAMA3, **{key: value}) | based)) for key, value in
+              [("low_freq_factor", 0.5), ("high_freq_factor", 8.0), ("original_max_position_embeddings", 64)]],
+            ({k: v for k, v in LLAMA3.items() if k[0] != "o"}, Maps(scaled(LLAMA3, original_max_position_embeddings=128) | based)),
+            *[(YARN | change, Maps(scaled(YARN_NUMBERS, **numbers) | based), same_head) for change, numbers in YARN_CHANGES],
             ({}, NoEffect()),
             *[(rope, Refused("rope_parameters.rope_type")) for rope in OTHER_ROPES],
             *[(LLAMA3 | {key: value}, Refused(f"rope_parameters.{key}")) for key, value in
-              [("low_freq_factor", 2.0), ("high_freq_factor", 8.0), ("original_max_position_embeddings", 4096), ("factor", 0.5)]],
-            ({k: v for k, v in LLAMA3.items() if k[0] != "o"}, Refused("rope_parameters.original_max_position_embeddings")),
+              [("low_freq_factor", 0), ("high_freq_factor", 1.0), ("original_max_position_embeddings", -1), ("factor", 0.5),
+               ("factor", "8"), ("attention_factor", 2.0), ("low_freq_factor", None), ("beta_fast", 32)]],
+            *[(YARN | {key: value}, Refused(f"rope_parameters.{key}")) for key, value in
+              [("factor", None), ("factor", 0.5), ("factor", math.nan), ("attention_factor", 0), ("beta_fast", "32"), ("beta_slow", -1),
+               ("truncate", None), ("original_max_position_embeddings", True), ("finetuned", True), ("low_freq_factor", 1.0)]],
             ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, Refused("rope_parameters.partial_rotary_factor")),
             ({"rope_type": "linear", "rope_theta": 10000.0}, Refused("rope_parameters.factor")),
             ({"rope_type": "default", "rope_theta": 10000.0, "attention_factor": 2.0}, Refused("rope_parameters.attention_factor")),
@@ -283,6 +333,12 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
             "attention_bias": _refused(True),
         },
         "mixtral": {"attention_bias": _refused(True), "use_sliding_window": _refused(True)},
+        "mistral": {
+            "attention_bias": _refused(True),
+            "mlp_bias": _refused(True),
+            "use_sliding_window": _refused(True),
+            "layer_types": _refused(["sliding_attention", "full_attention"]),
+        },
         "llama": {"sliding_window": [*_same(None), *_refused(4)], "rope_interleaved": [*_same(False), *_refused(True)]},
     }[family]
     return extra | {
@@ -294,10 +350,18 @@ def _other_fields(family: str) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "rope_scaling": [
             *_same(None),
-            ({"type": "linear", "factor": 2.0}, Maps({"seq_len_interpolation_factor": 2.0})),
-            ({"rope_type": "linear", "factor": 4}, Maps({"seq_len_interpolation_factor": 4, "rotary_base": 500.0}), {"rope_theta": 500.0}),
-            ({k: v for k, v in LLAMA3.items() if k != "rope_theta"}, Maps(LLAMA3_KEYWORDS)),
-            ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, Refused("rope_scaling.type")),
+            ({"type": "linear", "factor": 2.0}, Maps(scaled({"rope_type": "linear", "factor": 2.0}))),
+            (
+                {"rope_type": "linear", "factor": 4},
+                Maps(scaled({"rope_type": "linear", "factor": 4}) | {"rotary_base": 500.0}),
+                {"rope_theta": 500.0},
+            ),
+            ({k: v for k, v in LLAMA3.items() if k != "rope_theta"}, Maps(scaled(LLAMA3))),
+            (
+                {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+                Maps(scaled(YARN_NUMBERS)),
+                {} if family == "qwen3" else {"head_dim": 8},
+            ),
             ({"type": "dynamic", "factor": 4.0}, Refused("rope_scaling.type")),
             ({"type": "linear", "factor": 2.0}, Refused(), {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
         ],

@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -44,6 +46,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3_untied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 16}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"tie_word_embeddings": False, "head_dim": 16, "sliding_window": 5}),
 }
 
 

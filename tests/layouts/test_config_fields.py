@@ -15,7 +15,7 @@ CASES = [pytest.param(family, mutation, id=f"{family}-{mutation}") for family in
 
 def keywords(config: dict[str, Any]) -> dict[str, Any]:
     megatron = family_of(config).megatron(config)
-    return {**megatron.config, **megatron.model}
+    return {**megatron.config, **megatron.model, "rope": megatron.rope}
 
 
 @pytest.mark.parametrize(("family", "mutation"), CASES)
@@ -54,15 +54,15 @@ def test_absent_fields_take_the_defaults_of_transformers(family: str) -> None:
 
 
 def test_all_errors_come_at_once() -> None:
-    bad = {**base_config("qwen3"), "hidden_act": "gelu", "logit_scale": 2.0, "rope_theta": 1.0, "rope_scaling": {"type": "yarn"}}
+    bad = {**base_config("qwen3"), "hidden_act": "gelu", "logit_scale": 2.0, "rope_theta": 1.0, "rope_scaling": {"type": "longrope"}}
     with pytest.raises(UnsupportedField) as caught:
         keywords(bad)
     assert [error.field for error in caught.value.errors] == ["hidden_act", "logit_scale", "rope_scaling.type"]
-    assert "'gelu'" in str(caught.value) and "2.0" in str(caught.value) and "'yarn'" in str(caught.value)
+    assert "'gelu'" in str(caught.value) and "2.0" in str(caught.value) and "'longrope'" in str(caught.value)
 
 
 def test_unknown_model_type_names_the_families() -> None:
-    with pytest.raises(ValueError, match="'gemma3'.*qwen3, qwen3_moe, qwen2, qwen2_moe, llama, mixtral, deepseek_v3"):
+    with pytest.raises(ValueError, match="'gemma3'.*qwen3, qwen3_moe, qwen2, qwen2_moe, llama, mistral, mixtral, deepseek_v3"):
         ModelLayout({"model_type": "gemma3"})
     with pytest.raises(ValueError, match="None"):
         family_of({})
@@ -114,7 +114,66 @@ PUBLISHED = {
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
         "vocab_size": 32000,
     },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0",
+        "use_cache": True, "vocab_size": 32000,
+    },
+    "Mistral-7B-v0.3": {
+        "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 32768,
+    },
+    "Mistral-Nemo-12B": {
+        "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 1024000, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "Llama-2-7b": {
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0",
+        "use_cache": True, "vocab_size": 32000, "attention_bias": False, "rope_theta": 10000.0,
+    },
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+    },
+    "Qwen2.5-7B-Instruct with YaRN": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+        "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+        "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.1", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 152064,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    },
+    "Qwen3-30B-A3B with YaRN": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    },
 }  # fmt: skip
+FACTORS = {"Llama-3.2-1B": 32.0, "Llama-3.1-8B": 8.0, "Qwen2.5-7B-Instruct with YaRN": 4.0, "Qwen3-30B-A3B with YaRN": 4.0}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -122,7 +181,11 @@ def test_published_configs_are_read(name: str) -> None:
     config = PUBLISHED[name]
     got = keywords(config)
     assert got["rotary_base"] == config["rope_theta"] and got["num_layers"] == config["num_hidden_layers"]
-    assert (got.get("rope_scaling_factor") == 32.0) is (name == "Llama-3.2-1B")
+    assert got["rope"].get("factor") == FACTORS.get(name)
+    assert got.get("window_size") == ((4095, 0) if name == "Mistral-7B-v0.1" else None)
+    assert got["kv_channels"] == (
+        128 if "Mistral" in name else config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    )
     modern = CONFIG_CLASSES[config["model_type"]](**config).to_dict()  # what Transformers 5 makes of it
     assert keywords(modern) == got
 

@@ -59,14 +59,17 @@ def test_logp_equal_a_full_forward_of_the_sampled_ids(family: str, temperature: 
             assert torch.tensor(reply.logp).sub(want).abs().max() < 1e-5
 
 
-def test_sliding_window_layers_attend_as_transformers_does() -> None:
-    changes = {
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "max_window_layers": 1,
-        "layer_types": ["full_attention", "sliding_attention"],
-    }
-    model = tiny.oracle(tiny.config("qwen2", **changes))
+SOME_LAYERS = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), [("qwen2", SOME_LAYERS), ("mistral", {"sliding_window": 4})])
+def test_sliding_window_layers_attend_as_transformers_does(family: str, changes: dict[str, object]) -> None:
+    model = tiny.oracle(tiny.config(family, **changes))
     wanted = requests(6, 2)
     for request, group in zip(wanted, engine_of(model).generate(wanted, SamplingParams(max_new_tokens=10)), strict=True):
         for reply in group:

@@ -1,9 +1,9 @@
-"""Tiny random models of the three families, and prompts of unequal length."""
+"""Tiny random models of some families, and prompts of unequal length."""
 
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 VOCAB = 97
 _SHAPE = {
@@ -27,6 +27,7 @@ def config(family: str, **changes: object) -> PreTrainedConfig:
         "qwen3": lambda: Qwen3Config(**{**_SHAPE, "head_dim": 16, "tie_word_embeddings": True, **changes}),
         "qwen2": lambda: Qwen2Config(**{**_SHAPE, "tie_word_embeddings": False, **changes}),
         "llama": lambda: LlamaConfig(**{**_SHAPE, "tie_word_embeddings": False, **changes}),
+        "mistral": lambda: MistralConfig(**{**_SHAPE, "tie_word_embeddings": False, **changes}),
     }
     return kinds[family]()
 

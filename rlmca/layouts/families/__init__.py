@@ -7,6 +7,7 @@ from typing import Any
 
 from rlmca.layouts.families.deepseek_v3 import DEEPSEEK_V3
 from rlmca.layouts.families.llama import LLAMA
+from rlmca.layouts.families.mistral import MISTRAL
 from rlmca.layouts.families.mixtral import MIXTRAL
 from rlmca.layouts.families.qwen2 import QWEN2
 from rlmca.layouts.families.qwen2_moe import QWEN2_MOE
@@ -14,7 +15,9 @@ from rlmca.layouts.families.qwen3 import QWEN3
 from rlmca.layouts.families.qwen3_moe import QWEN3_MOE
 from rlmca.layouts.family import Family
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MIXTRAL, DEEPSEEK_V3)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3)
+}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

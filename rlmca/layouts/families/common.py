@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlmca.layouts.families.angles import ROPE_KEYS, scaling
 from rlmca.layouts.fields import FieldError, Joint, Mapped, NoEffect, Only, Rule, Values
 from rlmca.layouts.rows import GATED, QKV, REPLICATED, ROW, VOCABULARY, MegatronModel, Row
 
 Part = dict[str, dict[str, Any]]
-"""Keyword arguments that a joint rule adds: {"config": {...}, "model": {...}}."""
+"""What a joint rule adds to the parts of a `MegatronModel`: {"config": {...}, "model": {...}, ...}."""
 
 GENERATION = (
     "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature",
@@ -115,11 +116,6 @@ def heads(values: Values) -> Part:
     return {"config": {"num_query_groups": kv, "kv_channels": head}}
 
 
-LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""Constants that Megatron-Core's RotaryEmbedding builds in for Llama 3's scaling."""
-ROPE_KEYS: dict[str, set[str]] = {"default": set(), "linear": {"factor"}, "llama3": {"factor", *LLAMA3}}
-
-
 def rope_table(values: Values, known: Mapping[str, set[str]]) -> tuple[str, Mapping[str, Any], str, float]:
     """(field, its table, rope type, theta) in both spellings: `rope_parameters`, or `rope_theta` and `rope_scaling` of
     Transformers 4. `known` has the keys of each type; whatever else a table holds is refused."""
@@ -154,25 +150,12 @@ def rope_table(values: Values, known: Mapping[str, set[str]]) -> tuple[str, Mapp
 
 
 def rope(values: Values) -> Part:
-    """Rotary embeddings of Megatron's `RotaryEmbedding`, see `rope_table`."""
+    """Rotary embeddings of Megatron's `RotaryEmbedding`, see `rope_table`; scaled ones as numbers for `models/rope.py`."""
     field, params, kind, theta = rope_table(values, ROPE_KEYS)
-
-    def refuse(key: str, value: Any, works: str) -> FieldError:
-        return FieldError(f"{field}.{key}", value, works)
-
-    model: dict[str, Any] = {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": theta}
-    model |= {"rope_scaling": False, "seq_len_interpolation_factor": None}
-    if kind != "default":
-        factor = params.get("factor")
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
-            raise refuse("factor", factor, f"rope_type {kind} needs a number, 1 or more")
-        model |= {"seq_len_interpolation_factor": factor} if kind == "linear" else {"rope_scaling": True, "rope_scaling_factor": factor}
-    if kind == "llama3":
-        for key, want in LLAMA3.items():
-            have = params.get(key, values["max_position_embeddings"] if key == "original_max_position_embeddings" else None)
-            if have != want:
-                raise refuse(key, have, f"only {want} works: Megatron-Core builds it in")
-    return {"model": model}
+    return {
+        "model": {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": theta},
+        "rope": scaling(field, params, kind, values["max_position_embeddings"]),
+    }
 
 
 def full_attention(values: Values) -> Part:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlmca.config import ConfigError, RunConfig
 from rlmca.config.sglang import SglangOptions, server_flags
+from rlmca.rollout.sglang.attention import attention_error
 from rlmca.rollout.sglang.engine import IN_FLIGHT, NO_VERSION, ServedModel, SglangEngine
 from rlmca.rollout.sglang.environment import sglang_python, uses_cuda
 from rlmca.rollout.sglang.expected import ExpectedTensors
@@ -34,6 +35,8 @@ def sglang_engine(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, log_dir: 
     """
     rollout = cfg.rollout
     model = served_model(folder, rollout.sglang.context_length)
+    if error := attention_error(model.config, cfg.generation):
+        raise ConfigError(error)
     has_weights = model.expected.shapes is not None
     servers: list[SglangServer] = []
     try:
