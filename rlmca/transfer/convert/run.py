@@ -23,6 +23,7 @@ from rlmca.transfer.convert.hf import QUANTIZATION, HFTarget
 from rlmca.transfer.convert.manifest import write_manifest
 from rlmca.transfer.convert.partial import Partial
 from rlmca.transfer.convert.storage import Files, sync
+from rlmca.transfer.convert.torch_dist import TorchDistTarget
 from rlmca.transfer.convert.verify import verify
 from rlmca.transfer.side_files import copy_side_files, settle_config
 
@@ -218,8 +219,13 @@ def topology_of(options: ConvertOptions, num_layers: int) -> Topology:
 
 def _target(source: Source, options: ConvertOptions, to: Format, dtypes: Mapping[str, str]) -> Target:
     shard_gb = 5.0 if options.shard_gb is None else options.shard_gb
+    if shard_gb <= 0:
+        raise ConvertError(f"shard_gb is {shard_gb:g}; write a positive number of 10^9 bytes")
     if to == "hf":
         return HFTarget({name: Stored(stored.shape, dtypes[name]) for name, stored in source.tensors.items()}, shard_gb)
+    kept = {name: stored.shape for name, stored in source.tensors.items() if name not in source.layout.hf_tensors()}
+    if to == "torch_dist":
+        return TorchDistTarget(source.layout, dtypes, kept, max_bytes=int(shard_gb * 10**9))
     raise ConvertError(f"--to {to}: not in this version")
 
 
