@@ -45,15 +45,15 @@ def has_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER for _ in folder.glob(pattern))
 
 
-def settle_config(out: Path, hf_config: Mapping[str, Any], dtype: torch.dtype, drop: Sequence[str] = ()) -> None:
+def settle_config(out: Path, hf_config: Mapping[str, Any], dtype: torch.dtype | None, drop: Sequence[str] = ()) -> None:
     """Make config.json of the new folder fit the weights: written if the source had none, its dtype changed if it names another.
 
     Transformers loads weights in the type that config.json names, so a stale entry would round them silently. Fields in `drop`
-    are left out. A config that already fits keeps its bytes.
+    are left out. With `dtype` None, for weights of several types, the entry stays. A config that already fits keeps its bytes.
     """
     path, name = out / "config.json", str(dtype).removeprefix("torch.")
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else dict(hf_config)
-    stale = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, name)]
+    stale = [key for key in ("dtype", "torch_dtype") if dtype is not None and config.get(key) not in (None, name)]
     if stale or not path.exists() or config.keys() & set(drop):
         config = {key: value for key, value in (config | dict.fromkeys(stale, name)).items() if key not in drop}
         path.write_text(json.dumps(config, indent=2) + "\n")

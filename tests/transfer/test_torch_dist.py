@@ -23,7 +23,8 @@ from rlmca.transfer.convert import torch_dist_source
 from rlmca.transfer.convert.base import ConvertError
 from rlmca.transfer.convert.dcp_metadata import Place, StoredChunk, StoredKey, metadata_bytes, read_metadata
 from rlmca.transfer.convert.hf import HFSource
-from rlmca.transfer.convert.torch_dist import KEPT, TorchDistTarget
+from rlmca.transfer.convert.kept import KEPT
+from rlmca.transfer.convert.torch_dist import TorchDistTarget
 from rlmca.transfer.convert.torch_dist_source import TorchDistSource
 from tests.helpers.conversion import convert, read_all, same_bits, types_of
 from tests.helpers.models import FAMILIES, MIXTURES, make_model
@@ -223,13 +224,13 @@ def test_tensors_without_a_place_are_kept_beside_it(tmp_path: Path) -> None:
     config = config_of(folder) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     source = HFSource(folder)
-    kept = {name: stored.shape for name, stored in source.tensors.items() if name in extra}
-    out = convert(source, TorchDistTarget(source.layout, types_of(source), kept), tmp_path / "out")
+    kept = {name: stored for name, stored in source.tensors.items() if name in extra}
+    out = convert(source, WithKept(TorchDistTarget(source.layout, types_of(source)), kept), tmp_path / "out")
     same_bits(load_file(out / KEPT), extra)
-    same_bits(read_all(TorchDistSource(out, folder)), held | extra)
+    same_bits(read_all(open_source(out, folder)), held | extra)
     save_file({"model.layers.9.x": torch.ones(1)}, out / KEPT)
     with pytest.raises(ConvertError, match=r"no part of the model: model.layers.9.x in kept.safetensors"):
-        TorchDistSource(out, folder)
+        open_source(out, folder)
 
 
 def rechunked(folder: Path, out: Path, draw: random.Random, rename: Callable[[str], str] = lambda key: key) -> None:

@@ -85,20 +85,20 @@ class HFSource:
 class HFTarget:
     """A folder as Transformers writes it: safetensors shards of at most `shard_gb` (10^9 bytes) and an index.
 
-    `tensors` has shape and type of every tensor, in the order in which they are written.
+    `tensors` has shape and type of every tensor, in the order in which they are written. `single` names one file for all of them.
     """
 
     archives = False
 
-    def __init__(self, tensors: Mapping[str, Stored], shard_gb: float = 5.0) -> None:
+    def __init__(self, tensors: Mapping[str, Stored], shard_gb: float = 5.0, single: str | None = None) -> None:
         if shard_gb <= 0:
             raise ConvertError(f"shard_gb is {shard_gb:g}; write a positive number of 10^9 bytes")
         if unknown := sorted({stored.dtype for stored in tensors.values()} - set(DTYPES)):
             raise ConvertError(f"cannot write {', '.join(unknown)}")
         sizes = {name: size_of(Slot(Path(), 0, *stored)) for name, stored in tensors.items()}
-        shards = shards_of(sizes, int(shard_gb * 10**9))
+        shards = [list(sizes)] if single else shards_of(sizes, int(shard_gb * 10**9))
         self._tensors, self._sizes = tensors, sizes
-        self._files = {shard_name(number, len(shards)): shard for number, shard in enumerate(shards)}
+        self._files = {single or shard_name(number, len(shards)): shard for number, shard in enumerate(shards)}
         self._headers: dict[str, bytes] = {}
         self.items: list[Item] = []
         for file, names in self._files.items():

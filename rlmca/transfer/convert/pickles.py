@@ -32,6 +32,9 @@ class Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         return None
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
+        return Inert()
+
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update(state)

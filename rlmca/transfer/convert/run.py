@@ -13,15 +13,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlmca.layouts import Topology
+from rlmca.layouts import ModelLayout, Topology
 from rlmca.layouts.pipeline import pipeline_topology
 from rlmca.transfer.convert.base import DTYPES, ConvertError, Format, Item, Source, Stored, Target
 from rlmca.transfer.convert.computed import MergedSource
 from rlmca.transfer.convert.execute import Execution, Sums, bytes_of, check_plan
 from rlmca.transfer.convert.formats import open_source
 from rlmca.transfer.convert.hf import QUANTIZATION, HFTarget
+from rlmca.transfer.convert.kept import WithKept
 from rlmca.transfer.convert.manifest import write_manifest
 from rlmca.transfer.convert.partial import Partial
+from rlmca.transfer.convert.rank_files import RankFilesTarget
 from rlmca.transfer.convert.storage import Files, sync
 from rlmca.transfer.convert.torch_dist import TorchDistTarget
 from rlmca.transfer.convert.verify import verify
@@ -223,17 +225,22 @@ def _target(source: Source, options: ConvertOptions, to: Format, dtypes: Mapping
         raise ConvertError(f"shard_gb is {shard_gb:g}; write a positive number of 10^9 bytes")
     if to == "hf":
         return HFTarget({name: Stored(stored.shape, dtypes[name]) for name, stored in source.tensors.items()}, shard_gb)
-    kept = {name: stored.shape for name, stored in source.tensors.items() if name not in source.layout.hf_tensors()}
     if to == "torch_dist":
-        return TorchDistTarget(source.layout, dtypes, kept, max_bytes=int(shard_gb * 10**9))
-    raise ConvertError(f"--to {to}: not in this version")
+        made: Target = TorchDistTarget(source.layout, dtypes, max_bytes=int(shard_gb * 10**9))
+    else:
+        layout = ModelLayout(source.layout.hf_config, options.spec, source.layout.form)
+        made = RankFilesTarget(layout, topology_of(options, layout.num_layers), dtypes)
+    own = source.layout.hf_tensors()
+    kept = {name: Stored(stored.shape, dtypes[name]) for name, stored in source.tensors.items() if name not in own}
+    return WithKept(made, kept) if kept else made
 
 
 def _side_files(made: Plan, options: ConvertOptions, folder: Path) -> None:
     copy_side_files(made.source.path, folder)
-    kinds = {made.dtypes[name] for name in made.source.layout.hf_tensors() if name not in made.source.layout.hf_buffers()}
-    if len(kinds) == 1:
-        settle_config(folder, made.source.layout.hf_config, DTYPES[kinds.pop()], drop=(QUANTIZATION,))
+    trained = made.source.layout.hf_tensors().keys() - made.source.layout.hf_buffers()
+    kinds = {made.dtypes[name] for name in trained}
+    only = DTYPES[kinds.pop()] if len(kinds) == 1 else None
+    settle_config(folder, made.source.layout.hf_config, only, drop=(QUANTIZATION,))
 
 
 def _mark(made: Plan, options: ConvertOptions) -> dict[str, Any]:

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rlmca.layouts import ModelLayout
-from rlmca.layouts.boxes import Shape, Tile, full
+from rlmca.layouts.boxes import Shape
 from rlmca.layouts.distributed import Chunk, chunks, extra_states
 from rlmca.transfer.convert import dcp_metadata
 from rlmca.transfer.convert.archives import ALIGNMENT, Empty, Hollow, hollow
 from rlmca.transfer.convert.base import DTYPES, ConvertError, Item, Slot
 from rlmca.transfer.convert.dcp_metadata import Place, StoredChunk, StoredKey, metadata_bytes
-from rlmca.transfer.hf_writer import header_bytes
 
 COMMON, FORMAT = "common.pt", "metadata.json"
-KEPT = "kept.safetensors"
-"""Tensors of the model's folder for which Megatron's model has no place; our own file, which Megatron does not look at."""
 BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -39,7 +35,7 @@ class _Archive(NamedTuple):
 class TorchDistTarget:
     """A checkpoint of the whole model. `dtypes` says for every Hugging Face tensor as what it is written (keys of `base.DTYPES`).
 
-    `kept`: shapes of the tensors that the model has no place for. `max_bytes`: of a file, unless one chunk is larger; None writes
+    `max_bytes`: of a file, unless one chunk is larger; None writes
     one. `stacked`: see `layouts.distributed.chunks`. Raises ConvertError for tensors of different types under one key, all of them.
     """
 
@@ -49,7 +45,6 @@ class TorchDistTarget:
         self,
         layout: ModelLayout,
         dtypes: Mapping[str, str],
-        kept: Mapping[str, Shape] | None = None,
         *,
         max_bytes: int | None = None,
         stacked: bool | None = None,
@@ -66,13 +61,10 @@ class TorchDistTarget:
         last, at = list(self._sizes.items())[-1]
         self._sizes[last] = _aligned(at) + self._object.size
         self._objects = dict.fromkeys(extra_states(layout, stacked), Place(last, _aligned(at), self._object.size))
-        self._kept_header = b""
-        if kept:
-            self._add_kept({name: (dtypes[name], shape) for name, shape in kept.items()})
 
     @property
     def items(self) -> Sequence[Item]:
-        """Every chunk, file by file, then the kept tensors."""
+        """Every chunk, file by file."""
         return self._items
 
     def begin(self, folder: Path) -> None:
@@ -87,8 +79,6 @@ class TorchDistTarget:
                 out.truncate(size)
                 for made, start in pieces[file]:
                     made.write(out.fileno(), start)
-                if file == KEPT:
-                    out.write(self._kept_header)
         (folder / COMMON).write_bytes(b"".join(raw for _, raw in hollow({}).pieces))
         (folder / FORMAT).write_text(json.dumps(BACKENDS), encoding="utf-8")
         (folder / dcp_metadata.FILE).write_bytes(metadata_bytes(self._keys, self._objects))
@@ -117,16 +107,6 @@ class TorchDistTarget:
         self._items.append(Item(name, Slot(Path(file), start + archive.payloads[""].offset, chunk.body, dtype), chunk.copies))
         key = self._keys.setdefault(chunk.key, StoredKey(chunk.shape, str(DTYPES[dtype]).removeprefix("torch."), []))
         key.chunks.append(StoredChunk(chunk.offset, chunk.size, Place(file, start, archive.size)))
-
-    def _add_kept(self, kept: Mapping[str, tuple[str, Shape]]) -> None:
-        sizes = {name: math.prod(shape) * DTYPES[dtype].itemsize for name, (dtype, shape) in kept.items()}
-        self._kept_header = header_bytes({name: (*kept[name], sizes[name]) for name in kept}, {"format": "pt"})
-        at = len(self._kept_header)
-        for name, (dtype, shape) in kept.items():
-            copies = (Tile(name, full(shape), full(shape)),)
-            self._items.append(Item(f"{KEPT}:{name}", Slot(Path(KEPT), at, shape, dtype), copies))
-            at += sizes[name]
-        self._sizes[KEPT] = at
 
 
 def _aligned(at: int) -> int:

@@ -24,10 +24,8 @@ from rlmca.transfer.convert import dcp_metadata
 from rlmca.transfer.convert.archives import NAMES, Unreadable, load
 from rlmca.transfer.convert.base import DTYPES, ConvertError, Format, Part, Slot, Stored, moved
 from rlmca.transfer.convert.dcp_metadata import StoredChunk, StoredKey, read_metadata
-from rlmca.transfer.convert.execute import whole as whole_parts
-from rlmca.transfer.convert.headers import read_header
 from rlmca.transfer.convert.storage import Files
-from rlmca.transfer.convert.torch_dist import FORMAT, KEPT
+from rlmca.transfer.convert.torch_dist import FORMAT
 from rlmca.transfer.hf_folder import HFFolderError, read_config
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -197,16 +195,11 @@ class TorchDistSource:
         """The tensors with their types, if nothing is wrong."""
         shapes, kinds = self._layout.hf_tensors(), {name: {part.slot.dtype for part in parts} for name, parts in self._parts.items()}
         self._problems += [f"{name} would be made of {' and '.join(sorted(kind))}" for name, kind in kinds.items() if len(kind) > 1]
-        kept = read_header(self._folder / KEPT) if (self._folder / KEPT).is_file() else {}
-        alien = [name for name in kept if not name.startswith(self._layout.megatron.kept or ("\0",))]
-        self._problems += [f"no part of the model: {name} in {KEPT}" for name in alien]
         if self._problems:
             more = f"\nand {len(self._problems) - LISTED} more" if len(self._problems) > LISTED else ""
             listed = "\n".join(self._problems[:LISTED]) + more
             raise ConvertError(f"{self._folder} does not hold the model that {self._path / 'config.json'} describes:\n{listed}")
-        self._parts |= {name: whole_parts(slot) for name, slot in kept.items()}
-        own = {name: Stored(shape, next(iter(kinds[name]))) for name, shape in shapes.items()}
-        return own | {name: Stored(slot.shape, slot.dtype) for name, slot in kept.items()}
+        return {name: Stored(shape, next(iter(kinds[name]))) for name, shape in shapes.items()}
 
 
 class _Used:
