@@ -74,7 +74,7 @@ def make(folder: Path, params: float) -> dict[str, float]:
     if params < 0.3e9:
         config |= {"vocab_size": 4096}
     one, two = (_size(config | {"num_hidden_layers": n}) for n in (1, 2))
-    config["num_hidden_layers"] = max(1, round((params - one) / (two - one)) + 1)
+    config["num_hidden_layers"] = 2 * max(1, round(((params - one) / (two - one) + 1) / 2))  # for two stages
     shapes = ModelLayout(config).hf_tensors()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -22,8 +22,9 @@ from rlmca.layouts.boxes import volume
 from rlmca.transfer.convert import torch_dist_source
 from rlmca.transfer.convert.base import ConvertError
 from rlmca.transfer.convert.dcp_metadata import Place, StoredChunk, StoredKey, metadata_bytes, read_metadata
+from rlmca.transfer.convert.formats import open_source
 from rlmca.transfer.convert.hf import HFSource
-from rlmca.transfer.convert.kept import KEPT
+from rlmca.transfer.convert.kept import KEPT, WithKept
 from rlmca.transfer.convert.torch_dist import TorchDistTarget
 from rlmca.transfer.convert.torch_dist_source import TorchDistSource
 from tests.helpers.conversion import convert, read_all, same_bits, types_of
