@@ -150,3 +150,5 @@ def _print_summary(out: Path, summary: Summary) -> None:
     if summary.verified:
         parts.append(f"{summary.verified} read back bit for bit")
     print(f"{out}: " + ", ".join(parts))
+    if summary.note:
+        print(f"note: {summary.note}")

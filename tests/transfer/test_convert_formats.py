@@ -19,6 +19,7 @@ from rlmca.transfer.convert.base import ConvertError
 from rlmca.transfer.convert.formats import format_of
 from rlmca.transfer.convert.manifest import check_manifest
 from rlmca.transfer.convert.run import ConvertOptions, convert, plan
+from rlmca.transfer.hf_folder import HFFolderError
 from tests.helpers.lora import draw_adapter, save_adapter
 from tests.helpers.models import make_model, save_model
 from tests.helpers.transfer import stored
@@ -68,6 +69,50 @@ def test_there_and_back_by_every_format(family: str, fast: bool, tmp_path: Path,
         before = after
     same(before, hf)
     assert "read back bit for bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "ranks"])
+def test_a3_r8_layers_that_are_not_trained_come_back_from_mixed_shards(to: str, tmp_path: Path) -> None:
+    """Three layers, two for multi-token prediction stored behind them, in four files that mix both."""
+    hf = save_model("deepseek_v3", tmp_path / "hf", num_hidden_layers=3)
+    tensors = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    more = {
+        f"model.layers.{n}.{k}": torch.randn(4, 3) for n in (3, 4) for k in ("enorm.weight", "embed_tokens.weight", "mlp.up_proj.weight")
+    }
+    shards = [
+        {n: t for n, t in {**tensors, **more}.items() if n.startswith(starts)}
+        for starts in (("lm_head", "model.layers.3."), ("model.embed", "model.layers.4."), ("model.layers.0.", "model.layers.1."))
+    ]
+    placed = {name for shard in shards for name in shard}
+    shards.append({name: tensor for name, tensor in tensors.items() if name not in placed})
+    files = [f"model-{number + 1:05d}-of-00004.safetensors" for number in range(4)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, hf / file, {"format": "pt"})
+    place = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    config = json.loads((hf / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
+    (hf / "config.json").write_text(json.dumps(config))
+    command(hf, tmp_path / "there", "--to", to)
+    command(tmp_path / "there", tmp_path / "back", "--to", "hf", "--shard_gb", 1e-4)
+    same(tmp_path / "back", hf)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    held = {file.name: load_file(file) for file in (tmp_path / "back").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, names in held.items() for name in names}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for shard in held.values() for t in shard.values())
+    written = {name.split(".")[2] for name in index["weight_map"] if name.startswith("model.layers.")}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == len(written) - 3 == 2
+    next(hf.glob("*-00002-*")).unlink()
+    with pytest.raises(HFFolderError, match="lacks model-00002-of-00004.safetensors"):
+        plan(ConvertOptions(hf, tmp_path / "other"))
+
+
+def test_a7_a_folder_without_tokenizer_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = save_model("llama", tmp_path / "hf")
+    (hf / "generation_config.json").unlink()
+    command(hf, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert said.count("has no tokenizer") == 1 and not (tmp_path / "out" / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize(("fixture", "layout"), [("mcore_adapter_qwen2", "tp2_pp2"), ("mcore_adapter_qwen3_moe", "tp2_ep2")])

@@ -27,7 +27,7 @@ from rlmca.transfer.convert.rank_files import RankFilesTarget
 from rlmca.transfer.convert.storage import Files, sync
 from rlmca.transfer.convert.torch_dist import TorchDistTarget
 from rlmca.transfer.convert.verify import verify
-from rlmca.transfer.side_files import copy_side_files, settle_config
+from rlmca.transfer.side_files import copy_side_files, has_tokenizer, settle_config
 
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
@@ -114,6 +114,8 @@ class Summary:
     peak_bytes: int
     resumed: int = 0
     verified: int = 0
+    note: str = ""
+    """What the source lacks that a user may miss."""
 
 
 def plan(options: ConvertOptions) -> Plan:
@@ -183,7 +185,11 @@ def _execute(made: Plan, options: ConvertOptions, watcher: Watcher) -> Summary:
     finally:
         files.close()
     partial.accept()
-    return Summary(len(items), total, seconds, peak_memory(), resumed, len(items) if options.verify else 0)
+    return Summary(len(items), total, seconds, peak_memory(), resumed, len(items) if options.verify else 0, _note(made.source))
+
+
+def _note(source: Source) -> str:
+    return "" if has_tokenizer(source.path) else f"{source.path} has no tokenizer, and so the result has none"
 
 
 def peak_memory() -> int:
