@@ -32,7 +32,7 @@ def copy_side_files(source: Path, out: Path) -> list[str]:
             if any(part.startswith(".") for part in name.parts):
                 continue
             if path.is_dir():
-                shutil.copytree(path, out / name)
+                shutil.copytree(path, out / name, dirs_exist_ok=True)
             else:
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, out / name)

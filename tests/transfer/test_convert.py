@@ -21,6 +21,7 @@ from rlmca.cli.convert import convert_command
 from rlmca.transfer.convert import execute
 from rlmca.transfer.convert.base import ConvertError
 from rlmca.transfer.convert.manifest import MANIFEST, check_manifest
+from rlmca.transfer.convert.partial import Partial
 from rlmca.transfer.convert.run import ConvertOptions, convert
 from tests.helpers.models import save_model
 from tests.helpers.transfer import stored
@@ -328,3 +329,26 @@ def test_a_flipped_bit_is_found(hf_folders: dict[str, Path], tmp_path: Path, mon
         with pytest.raises(ConvertError, match="do not read back as the source has them"):
             convert(ConvertOptions(source, tmp_path / "other", to="hf", verify=True, fast=fast))
         assert not (tmp_path / "other").exists()
+
+
+def test_two_at_once_and_links(tmp_path: Path) -> None:
+    source, out = save_model("llama", tmp_path / "model"), tmp_path / "out"
+    held = Partial(out, {}, overwrite=False, resume=False)
+    with pytest.raises(ConvertError, match="another process is writing"):
+        convert(ConvertOptions(source, out, to="hf"))
+    held.close()
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    out.symlink_to(tmp_path / "far" / "away")
+    convert(ConvertOptions(source, out, to="hf"))
+    assert out.is_symlink() and same(tmp_path / "far" / "away", source) and sorted(p.name for p in (tmp_path / "far").iterdir()) == ["away"]
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(ConvertError, match="lie in each other"):
+        convert(ConvertOptions(tmp_path / "link", source / "x", to="hf"))
+
+
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    source, other = save_model("llama", tmp_path / "ü model"), save_model("llama", tmp_path / "other", seed=1)
+    place = dict.fromkeys(stored(source), f"../{other.name}/model.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    with pytest.raises(ConvertError, match="files outside of the folder"):
+        convert(ConvertOptions(source, tmp_path / "out", to="hf"))

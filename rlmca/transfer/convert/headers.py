@@ -21,6 +21,8 @@ LONGEST = 100_000_000
 
 def read_headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, Slot]:
     """{name: slot} of the tensors that `file_of` places in files. ConvertError for a damaged file, or a tensor that is elsewhere."""
+    if outside := sorted({file for file in file_of.values() if Path(file).is_absolute() or ".." in Path(file).parts}):
+        raise ConvertError(f"{folder}: the index names files outside of the folder: {', '.join(outside[:8])}")
     held = {file: read_header(folder / file) for file in sorted(set(file_of.values()))}
     if lost := [f"{name} in {file}" for name, file in file_of.items() if name not in held[file]]:
         raise ConvertError(f"{folder}: the index places tensors where they are not: {', '.join(lost[:8])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ class Partial:
     """
 
     def __init__(self, out: Path, mark: Mapping[str, Any], *, overwrite: bool, resume: bool) -> None:
+        out = out.resolve()  # beside the folder itself where `out` is a link to it
         self.out, self.folder = out, out.with_name(f".{out.name}.partial")
         self._old = out.with_name(f".{out.name}.old")
         if self._old.exists() and not out.exists():
@@ -37,20 +39,20 @@ class Partial:
             check_target(out, overwrite)
         except FileExistsError as error:
             raise FileExistsError(f"{error}; --overwrite replaces a folder when the new one is whole") from None
-        self._journal: TextIO | None = None
         self._mark = json.loads(json.dumps(mark))
+        self._journal = self._locked()
         self._lines: list[dict[str, Any]] = self._read_journal() if resume else []
         self.begun = bool(self._lines)
         if not self.begun:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
+            self._journal.close()
+            shutil.rmtree(self.folder)
+            self._journal = self._locked()
 
     def begin(self) -> None:
         """The files are laid out: from here on the folder can be gone on from."""
-        self._open()
-        if not self.begun:
-            self._write({"mark": self._mark})
+        self._journal.truncate(0)  # the last line of an attempt that was killed may be cut off
+        for line in self._lines or [{"mark": self._mark}]:
+            self._write(line)
 
     def finished(self, items: list[Item]) -> dict[str, Sums]:
         """Items that an earlier attempt wrote and that read back as they were then."""
@@ -66,36 +68,37 @@ class Partial:
 
     def accept(self) -> None:
         """Everything is there and on the disk: give the folder its name."""
-        self.close()
-        (self.folder / JOURNAL).unlink()
         shutil.rmtree(self._old, ignore_errors=True)
         if self.out.exists():
             self.out.rename(self._old)
         self.folder.rename(self.out)
+        (self.out / JOURNAL).unlink()
+        self.close()
         shutil.rmtree(self._old, ignore_errors=True)
 
     def close(self) -> None:
-        """Close the journal."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        """Close the journal: others may write to the folder."""
+        self._journal.close()
 
-    def _open(self) -> None:
-        self._journal = (self.folder / JOURNAL).open("a", encoding="utf-8")
+    def _locked(self) -> TextIO:
+        """The journal, made if it was not there, and nobody else's until it is closed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        journal = (self.folder / JOURNAL).open("a", encoding="utf-8")
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            journal.close()
+            raise ConvertError(f"another process is writing {self.folder}: wait for its end, or name another OUT") from error
+        return journal
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._journal is None:
-            raise RuntimeError("the journal is not open")
         self._journal.write(json.dumps(line) + "\n")
         self._journal.flush()
 
     def _read_journal(self) -> list[dict[str, Any]]:
         """Its whole lines; the last may have been cut off by what ended the process."""
-        path = self.folder / JOURNAL
-        if not path.is_file():
-            return []
         lines = []
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in (self.folder / JOURNAL).read_text(encoding="utf-8").splitlines():
             try:
                 lines.append(json.loads(text))
             except ValueError:

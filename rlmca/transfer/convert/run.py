@@ -148,25 +148,29 @@ def convert(options: ConvertOptions, watcher: Watcher | None = None) -> Summary:
 
 def _execute(made: Plan, options: ConvertOptions, watcher: Watcher) -> Summary:
     start, items, out = time.perf_counter(), list(made.target.items), options.out
-    inside = options.source.resolve()
-    if out.resolve() == inside or inside in out.resolve().parents or out.resolve() in inside.parents:
+    inside, out = options.source.resolve(), out.resolve()
+    if not out.name:
+        raise ConvertError(f"OUT is {options.out}; name a folder")
+    if out == inside or inside in out.parents or out in inside.parents:
         raise ConvertError(f"{out} and {options.source} lie in each other; name another folder")
-    partial = Partial(out, _mark(made, options), overwrite=options.overwrite, resume=options.resume)
     files, total = Files(), bytes_of(items)
-    if not partial.begun:
+    if not options.resume:
         _check_space(out, total)
-        made.target.begin(partial.folder)
-    partial.begin()
-    sums = partial.finished(items)
-    rest, resumed = [item for item in items if item.name not in sums], len(sums)
+    partial = Partial(out, _mark(made, options), overwrite=options.overwrite, resume=options.resume)
+    sums: dict[str, Sums] = {}
 
     def done(item: Item, found: Sums | None) -> None:
         partial.done(item, found)
         if found is not None:
             sums[item.name] = found
 
-    watcher.begin("writing", bytes_of(rest))
     try:
+        if not partial.begun:
+            made.target.begin(partial.folder)
+        partial.begin()
+        sums |= partial.finished(items)
+        resumed, rest = len(sums), [item for item in items if item.name not in sums]
+        watcher.begin("writing", bytes_of(rest))
         run = Execution(made.source, partial.folder, options.threads, options.fast, made.target.archives, done, watcher.advance)
         run.run(rest, files)
         made.target.finish(partial.folder, None if options.fast else {name: found.crc32 for name, found in sums.items()})
@@ -178,13 +182,13 @@ def _execute(made: Plan, options: ConvertOptions, watcher: Watcher) -> Summary:
         if not options.fast:
             write_manifest(partial.folder, options.source, items, sums)
         if options.synced:
-            sync(files.written())
+            sync(partial.folder)
+        partial.accept()
     except BaseException as error:
-        partial.close()
         raise _stopped(error, partial, len(sums), len(items), options) from error
     finally:
+        partial.close()
         files.close()
-    partial.accept()
     return Summary(len(items), total, seconds, peak_memory(), resumed, len(items) if options.verify else 0, _note(made.source))
 
 

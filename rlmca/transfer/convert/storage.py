@@ -9,7 +9,7 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,10 +92,6 @@ class Files:
     def writer(self, path: Path) -> int:
         """A descriptor to write to an existing file."""
         return self._get(path, True)
-
-    def written(self) -> list[int]:
-        """The descriptors that were written to."""
-        return [fd for (_, writes), fd in self._open.items() if writes]
 
     def close(self) -> None:
         """Close all."""
@@ -193,7 +189,11 @@ def same_bytes(files: Files, one: Slot, two: Slot, most: int = 1 << 22) -> bool:
     return True
 
 
-def sync(descriptors: Sequence[int]) -> None:
-    """Have the disk hold what was written."""
-    for fd in descriptors:
-        os.fsync(fd)
+def sync(folder: Path) -> None:
+    """Have the disk hold everything in the folder, and the folders' own entries."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
