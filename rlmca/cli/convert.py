@@ -36,6 +36,11 @@ def convert_command(arguments: Sequence[str], prog: str = "rlmca-cli convert") -
         if options.out is None:
             if not options.verify:
                 raise ConvertError("OUT is missing: name the folder to write (or write --verify to check FOLDER against its manifest.json)")
+            parser_defaults = vars(_parser(prog).parse_args([str(options.source), "--verify"]))
+            if given := [name for name, value in vars(options).items() if value != parser_defaults[name]]:
+                raise ConvertError(
+                    f"OUT is missing, and {', '.join('--' + name for name in given)} belong to a conversion: name the folder to write"
+                )
             count = check_manifest(options.source)
             print(f"{options.source}: {count} tensors are as they were written")
             return 0
@@ -128,7 +133,7 @@ def _print_plan(source: Source, items: Sequence[Item], kind: str, out: Path) -> 
     files: dict[str, list[int]] = {}
     for item in items:
         files.setdefault(str(item.slot.path), []).append(size_of(item.slot))
-    table = Table(title=f"{source.path} ({source.format}) -> {out} ({kind})", title_justify="left")
+    table = Table(title=escape(f"{source.path} ({source.format}) -> {out} ({kind})"), title_justify="left")
     for column in ("file", "tensors", "bytes"):
         table.add_column(column, justify="left" if column == "file" else "right", overflow="fold")
     for file, sizes in files.items():

@@ -97,6 +97,8 @@ def locate(path: Path) -> dict[str, str]:
     if not path.is_dir():
         raise HFFolderError(f"{path} is not a folder")
     index = path / INDEX
+    if index.exists() and (path / SINGLE).exists():
+        raise HFFolderError(f"{path} has both {SINGLE} and {INDEX}: remove the one that is not the model")
     if index.exists():
         try:
             file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])

@@ -77,13 +77,26 @@ def test_transformers_loads_what_was_written(hf_folders: dict[str, Path], tmp_pa
     assert torch.equal(one, two)
 
 
-def test_float16_that_overflows_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "dtype", "said"),
+    [
+        ([70000.0], "fp16", "model.norm.weight holds 70000"),
+        ([float("nan"), 1e6], "fp16", "holds 1e"),
+        ([3.4e38], "bf16", "holds 3.4e"),
+        ([float("inf"), float("nan"), 1.0], "fp16", None),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_by_name(values: list[float], dtype: str, said: str | None, tmp_path: Path) -> None:
     source = save_model("llama", tmp_path / "model")
     tensors = stored(source)
-    tensors["model.norm.weight"][3] = 70000.0
+    tensors["model.norm.weight"][: len(values)] = torch.tensor(values)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConvertError, match="model.norm.weight holds 70000"):
-        convert(ConvertOptions(source, tmp_path / "out", to="hf", dtype="fp16"))
+    options = ConvertOptions(source, tmp_path / "out", to="hf", dtype=dtype)
+    if said is None:
+        convert(options)
+        return
+    with pytest.raises(ConvertError, match=said):
+        convert(options)
     assert not (tmp_path / "out").exists()
 
 
@@ -150,6 +163,37 @@ def _field(source: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "gelu"}))
 
 
+def _sharded(source: Path, change: Callable[[dict[str, str], Path], None]) -> None:
+    place = dict.fromkeys(stored(source), "model-00001-of-00001.safetensors")
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    change(place, source / "model-00001-of-00001.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+
+
+def _not_in_the_index(source: Path) -> None:
+    def change(_: dict[str, str], file: Path) -> None:
+        save_file(stored(source) | {"visual.tower.weight": torch.ones(2)}, file)
+
+    _sharded(source, change)
+
+
+def _overlapping(source: Path) -> None:
+    def change(_: dict[str, str], file: Path) -> None:
+        raw = file.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in (0, 1)]
+        header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    _sharded(source, change)
+
+
+def _both_kinds(source: Path) -> None:
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+
+
 def _quantized(source: Path) -> None:
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
@@ -166,6 +210,9 @@ def _quantized(source: Path) -> None:
         (_shard_gone, "lacks model-00002-of-00002.safetensors"),
         (_field, "hidden_act"),
         (_quantized, "quant_method 'gptq'"),
+        (_not_in_the_index, "the index does not name tensors that are there: visual.tower.weight"),
+        (_overlapping, "begins inside of another tensor"),
+        (_both_kinds, "has both model.safetensors and model.safetensors.index.json"),
     ],
 )
 def test_a_damaged_folder_is_refused_by_name(
@@ -191,7 +238,11 @@ def test_a_damaged_folder_is_refused_by_name(
         (["{m}", "{t}/out", "--to", "hf", "--shard_gb", "0"], "shard_gb is 0"),
         (["{m}", "{t}/out", "--to", "hf", "--fast", "--resume"], "leave one of them out"),
         (["{m}", "{t}/out", "--to", "hf", "--adapter_name_or_path", "{t}/full"], "adapter"),
-        (["{m}", "--verify"], "is no manifest of a conversion"),
+        (["{m}", "--verify"], "has no manifest.json"),
+        (["{m}", "--verify", "--tp", "2", "--to", "ranks"], "--to, --tp belong to a conversion"),
+        (["{m}", "{t}/out", "--to", "hf", "--shard_gb", "nan"], "shard_gb is nan"),
+        (["{m}", "{t}/out", "--shard_gb", "inf"], "shard_gb is inf"),
+        (["{m}", "/", "--to", "hf"], "name a folder"),
     ],
 )
 def test_a_wrong_command_is_refused(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,5 +401,33 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> Non
     source, other = save_model("llama", tmp_path / "ü model"), save_model("llama", tmp_path / "other", seed=1)
     place = dict.fromkeys(stored(source), f"../{other.name}/model.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    (source / "model.safetensors").unlink()
     with pytest.raises(ConvertError, match="files outside of the folder"):
         convert(ConvertOptions(source, tmp_path / "out", to="hf"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.update(tensors={}),
+        lambda m: next(iter(m["tensors"].values())).update(file="../other/model.safetensors"),
+        lambda m: next(iter(m["tensors"].values())).update(offset=-4),
+        lambda m: next(iter(m["tensors"].values())).pop("bytes"),
+        lambda m: m.update(tensors=[]),
+        lambda m: m.update(format="other"),
+    ],
+)
+def test_a_manifest_that_says_nothing_is_refused(change: Any, hf_folders: dict[str, Path], tmp_path: Path) -> None:
+    convert(ConvertOptions(hf_folders["llama"], tmp_path / "out", to="hf"))
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    change(manifest)
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ConvertError, match="manifest|format"):
+        check_manifest(tmp_path / "out")
+
+
+def test_files_that_the_manifest_does_not_name_are_said(hf_folders: dict[str, Path], tmp_path: Path) -> None:
+    convert(ConvertOptions(hf_folders["llama"], tmp_path / "out", to="hf"))
+    save_file({"x": torch.ones(1)}, tmp_path / "out" / "model-2.safetensors")
+    with pytest.raises(ConvertError, match=r"does not name: model-2.safetensors"):
+        check_manifest(tmp_path / "out")

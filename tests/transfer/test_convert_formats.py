@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlmca.cli.convert import convert_command
+from rlmca.transfer.convert import execute
+from rlmca.transfer.convert.archives import tensors_of
 from rlmca.transfer.convert.base import ConvertError
 from rlmca.transfer.convert.formats import format_of
 from rlmca.transfer.convert.manifest import check_manifest
@@ -203,3 +206,58 @@ def test_the_benchmark_measures_both_sides(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["over_cp"] > 0 for row in rows.values()) and figures["bars"]
     assert rows["HF -> torch_dist"]["memory_mb"] < figures["bars"]["memory MB"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json"]
+
+
+def test_the_folder_of_an_iteration_has_everything_too(tmp_path: Path) -> None:
+    hf = save_model("deepseek_v3", tmp_path / "hf")
+    more = {"model.layers.4.enorm.weight": torch.randn(32).bfloat16()}
+    save_file({**load_file(hf / "model.safetensors"), **more}, hf / "model.safetensors", {"format": "pt"})
+    config = json.loads((hf / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (hf / "config.json").write_text(json.dumps(config))
+    command(hf, tmp_path / "ranks", "--to", "ranks")
+    command(tmp_path / "ranks" / "release", tmp_path / "out")
+    same(tmp_path / "out", hf)
+
+
+def test_a_source_that_changes_between_attempts_is_noticed_wherever_its_config_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = save_model("llama", tmp_path / "hf")
+    command(hf, tmp_path / "ranks", "--to", "ranks", "--fast")
+    options = ConvertOptions(tmp_path / "ranks", tmp_path / "out", hf_config=hf, resume=True)
+
+    def stops(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "write_exactly", stops)
+        with pytest.raises(ConvertError, match="Input/output error"):
+            convert(options)
+    file = next((tmp_path / "ranks").rglob("*.pt"))
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ConvertError, match="begun from other files"):
+        convert(options)
+
+
+def test_old_orders_of_queries_and_keys_are_refused(tmp_path: Path) -> None:
+    hf = save_model("llama", tmp_path / "hf")
+    command(hf, tmp_path / "ranks", "--to", "ranks")
+    file = next((tmp_path / "ranks").rglob("*.pt"))
+    torch.save(torch.load(file, weights_only=True) | {"checkpoint_version": 0}, file)
+    with pytest.raises(ConvertError, match="checkpoint_version 0"):
+        plan(ConvertOptions(tmp_path / "ranks", tmp_path / "out"))
+
+
+@pytest.mark.parametrize("tree", ["dag", "cycle", "deep"])
+def test_a_few_bytes_that_say_much_do_not_hang_the_reader(tree: str, tmp_path: Path) -> None:
+    hf = save_model("llama", tmp_path / "hf")
+    command(hf, tmp_path / "ranks", "--to", "ranks")
+    file = next((tmp_path / "ranks").rglob("*.pt"))
+    nested: list[object] = []
+    for _ in range({"dag": 40, "cycle": 1, "deep": 200}[tree]):
+        nested = [nested, nested] if tree == "dag" else [nested]
+    if tree == "cycle":
+        nested.append(nested)
+    torch.save(torch.load(file, weights_only=True) | {"args": nested}, file)
+    command(tmp_path / "ranks", tmp_path / "out")
+    same(tmp_path / "out", hf)
+    with contextlib.suppress(ConvertError):  # or read: what is asked is that it ends
+        tensors_of(file)

@@ -243,6 +243,7 @@ def test_rotary_tables_of_old_llama_folders_are_not_read(hf_folders: dict[str, P
 @pytest.mark.parametrize("weight_map", ['["model.safetensors"]', '{"model.norm.weight": null}', "3"])
 def test_an_index_of_another_shape_is_an_error(folder: Path, weight_map: str) -> None:
     (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     with pytest.raises(HFFolderError, match="is not a safetensors index"):
         open_hf_folder(folder)
 

@@ -169,14 +169,25 @@ def _tree(raw: bytes) -> Any:
     return _small(raw) if len(raw) < 1024 else unpickle(raw, "data.pkl")
 
 
-def _with_slots(value: Any, path: Path, found: Mapping[str, tuple[int, int]]) -> Any:
+DEEPEST = 40
+"""Dicts and lists in each other that a checkpoint may have."""
+
+
+def _with_slots(value: Any, path: Path, found: Mapping[str, tuple[int, int]], made: dict[int, Any] | None = None, depth: int = 0) -> Any:
+    """The tree with slots in the place of views. What is in it twice is made once: files may say much in a few bytes."""
     if isinstance(value, View):
         return _slot(value, path, found)
-    if isinstance(value, dict):
-        return {key: _with_slots(inner, path, found) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_slots(inner, path, found) for inner in value]
-    return value
+    if not isinstance(value, dict | list | tuple):
+        return value
+    made = {} if made is None else made
+    if depth > DEEPEST:
+        raise ConvertError(f"{path} holds lists nested more than {DEEPEST} deep, as no checkpoint does")
+    if id(value) not in made:
+        if isinstance(value, dict):
+            made[id(value)] = {key: _with_slots(inner, path, found, made, depth + 1) for key, inner in value.items()}
+        else:
+            made[id(value)] = [_with_slots(inner, path, found, made, depth + 1) for inner in value]
+    return made[id(value)]
 
 
 def _slot(view: View, path: Path, found: Mapping[str, tuple[int, int]]) -> Slot | Unreadable:
@@ -204,16 +215,22 @@ def tensors_of(path: Path, keep: Callable[[tuple[Any, ...]], bool] = lambda _: T
     return {keys: value for keys, value in found.items() if isinstance(value, Slot)}
 
 
-def leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(keys that lead to it, value) of everything in nested dicts and lists, in their order."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, (*keys, key))
-    elif isinstance(tree, list):
-        for number, value in enumerate(tree):
-            yield from leaves(value, (*keys, number))
-    else:
-        yield keys, tree
+def leaves(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(keys that lead to it, value) of everything in nested dicts and lists, in their order.
+
+    A dict or list that comes again is passed over: files may nest them in each other, and in themselves.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    while stack:
+        keys, value = stack.pop()
+        if isinstance(value, dict | list):
+            if id(value) not in seen:
+                seen.add(id(value))
+                inner = value.items() if isinstance(value, dict) else enumerate(value)
+                stack.extend(reversed([((*keys, key), child) for key, child in inner]))
+        else:
+            yield keys, value
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

@@ -44,7 +44,8 @@ def open_source(path: Path, hf_config: Path | None = None) -> Source:
         source: Source = TorchDistSource(path / RUN_WEIGHTS if of_run else path, hf_config)
     else:
         source = RankFilesSource(path, hf_config)
-    return KeptSource(source, read_header(path / KEPT)) if (path / KEPT).is_file() else source
+    kept = next((folder / KEPT for folder in (path, path.parent) if (folder / KEPT).is_file()), None)
+    return source if kept is None else KeptSource(source, read_header(kept))
 
 
 def _has(path: Path, *patterns: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmca.transfer.convert.base import DTYPES, ConvertError, Slot
+from rlmca.transfer.convert.storage import size_of
 
 LONGEST = 100_000_000
 """Bytes of a header that safetensors itself accepts."""
@@ -26,6 +27,8 @@ def read_headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, Slot]:
     held = {file: read_header(folder / file) for file in sorted(set(file_of.values()))}
     if lost := [f"{name} in {file}" for name, file in file_of.items() if name not in held[file]]:
         raise ConvertError(f"{folder}: the index places tensors where they are not: {', '.join(lost[:8])}")
+    if more := [f"{name} in {file}" for file, slots in held.items() for name in slots if file_of.get(name) != file]:
+        raise ConvertError(f"{folder}: the index does not name tensors that are there: {', '.join(more[:8])}")
     return {name: held[file][name] for name, file in file_of.items()}
 
 
@@ -41,11 +44,21 @@ def read_header(path: Path) -> dict[str, Slot]:
             header = json.loads(file.read(length))
             if not isinstance(header, dict):
                 raise TypeError
-            return {name: _slot(path, 8 + length, size, name, entry) for name, entry in header.items() if name != "__metadata__"}
+            slots = {name: _slot(path, 8 + length, size, name, entry) for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConvertError):
                 raise
             raise ConvertError(f"{path} has no readable header: {error}") from error
+    _check_apart(path, slots)
+    return slots
+
+
+def _check_apart(path: Path, slots: Mapping[str, Slot]) -> None:
+    end = 0
+    for name, slot in sorted(slots.items(), key=lambda entry: (entry[1].offset, size_of(entry[1]))):
+        if slot.offset < end and size_of(slot):
+            raise ConvertError(f"{path}: {name} begins inside of another tensor; the file is damaged")
+        end = max(end, slot.offset + size_of(slot))
 
 
 def _slot(path: Path, data: int, size: int, name: str, entry: Mapping[str, Any]) -> Slot:

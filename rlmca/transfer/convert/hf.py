@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -91,7 +92,7 @@ class HFTarget:
     archives = False
 
     def __init__(self, tensors: Mapping[str, Stored], shard_gb: float = 5.0, single: str | None = None) -> None:
-        if shard_gb <= 0:
+        if not 0 < shard_gb < math.inf:
             raise ConvertError(f"shard_gb is {shard_gb:g}; write a positive number of 10^9 bytes")
         if unknown := sorted({stored.dtype for stored in tensors.values()} - set(DTYPES)):
             raise ConvertError(f"cannot write {', '.join(unknown)}")

@@ -40,25 +40,36 @@ def check_manifest(folder: Path) -> int:
     ConvertError naming those whose bytes are others, or when there is no manifest.
     """
     path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        entries = manifest["tensors"]
-        if manifest["format"] != FORMAT:
-            raise ConvertError(f"{path} is of format {manifest['format']!r}, this version knows {FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConvertError):
-            raise
-        raise ConvertError(f"{path} is no manifest of a conversion: {error}; --fast writes none") from error
+    entries = _entries(path)
     wrong = []
-    for name, entry in entries.items():
-        try:
-            found = digest_of_bytes(folder / entry["file"], entry["offset"], entry["bytes"])
-        except FileNotFoundError:
-            found = ""
-        if found != entry["xxh3_128"]:
+    for name, (file, offset, size, digest) in entries.items():
+        place = folder / file
+        if not place.is_file() or place.stat().st_size < offset + size or digest_of_bytes(place, offset, size) != digest:
             wrong.append(name)
     if wrong:
-        raise ConvertError(
-            f"{folder}: the bytes of {len(wrong)} of {len(entries)} tensors are not those that were written: {', '.join(wrong[:8])}"
-        )
+        some = ", ".join(wrong[:8]) + (" and more" if len(wrong) > 8 else "")
+        raise ConvertError(f"{folder}: the bytes of {len(wrong)} of {len(entries)} tensors are not those that were written: {some}")
+    named = {file for file, *_ in entries.values()}
+    kinds = (".safetensors", ".distcp", ".pt")
+    data = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.suffix in kinds and file.name != "common.pt"}
+    if more := sorted(data - named):
+        raise ConvertError(f"{folder} has files that {path} does not name: {', '.join(more[:8])}")
     return len(entries)
+
+
+def _entries(path: Path) -> dict[str, tuple[str, int, int, str]]:
+    """{name: (file, offset, bytes, digest)}. ConvertError when it is no whole manifest."""
+    if not path.is_file():
+        raise ConvertError(f"{path.parent} has no {path.name}: it was not written by `convert`, or with --fast; verify a result of it")
+    try:
+        manifest: Any = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ConvertError(f"{path} is of format {manifest['format']!r}, this version knows {FORMAT}")
+        entries = {name: (str(e["file"]), int(e["offset"]), int(e["bytes"]), str(e["xxh3_128"])) for name, e in manifest["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConvertError):
+            raise
+        raise ConvertError(f"{path} is no manifest of a conversion ({error})") from error
+    if not entries or any(min(o, n) < 0 or Path(f).is_absolute() or ".." in Path(f).parts for f, o, n, _ in entries.values()):
+        raise ConvertError(f"{path} is no manifest of a conversion: it names nothing, or what is not in its folder")
+    return entries

@@ -51,9 +51,9 @@ def iteration_of(path: Path) -> Path:
     held = sorted(child for child in path.iterdir() if is_iteration(child))
     tracker = path / TRACKER
     if tracker.is_file():
-        text = tracker.read_text(encoding="utf-8").strip()
-        if text != RELEASE and not text.isdecimal():
-            raise ConvertError(f"{tracker} says {text[:40]!r}; it must be the number of an iteration, or {RELEASE}")
+        text = tracker.read_bytes()[:40].decode("utf-8", "replace").strip()
+        if text != RELEASE and not (text.isascii() and text.isdecimal()):
+            raise ConvertError(f"{tracker} says {text!r}; it must be the number of an iteration, or {RELEASE}")
         chosen = path / iteration_folder(None if text == RELEASE else int(text))
         if not chosen.is_dir():
             there = ", ".join(child.name for child in held) or "no other"

@@ -49,6 +49,10 @@ class Held(NamedTuple):
             os.close(descriptor)
 
 
+OLDEST = 2.0
+"""Of Megatron-LM's `checkpoint_version`s: see fix_query_key_value_ordering in its megatron/training/checkpointing.py."""
+
+
 def held_tensors(path: Path, keep: Callable[[tuple[Any, ...]], bool]) -> dict[tuple[Any, ...], Held]:
     """{keys that lead to it: tensor} of what torch.save wrote to `path`, as far as `keep` is true of the keys.
 
@@ -65,7 +69,11 @@ def held_tensors(path: Path, keep: Callable[[tuple[Any, ...]], bool]) -> dict[tu
         raise ConvertError(f"{path} is no file that torch.save wrote on a machine with this order of bytes")
     held: dict[tuple[Any, ...], Held] = {}
     problems = []
-    for keys, view in leaves(unpickle(raw["data.pkl"], str(path))):
+    tree = unpickle(raw["data.pkl"], str(path))
+    version = tree.get("checkpoint_version", 3.0) if isinstance(tree, dict) else 3.0
+    if not isinstance(version, int | float) or version < OLDEST:
+        raise ConvertError(f"{path} has checkpoint_version {version}: before {OLDEST:g} Megatron-LM ordered queries and keys otherwise")
+    for keys, view in leaves(tree):
         if isinstance(view, View) and keys and keep(keys):
             found_at = _held(view, path, found.get(f"data/{view.storage.key}", (0, -1)))
             if isinstance(found_at, Held):

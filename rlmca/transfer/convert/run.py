@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import shutil
@@ -231,7 +232,7 @@ def topology_of(options: ConvertOptions, num_layers: int) -> Topology:
 
 def _target(source: Source, options: ConvertOptions, to: Format, dtypes: Mapping[str, str]) -> Target:
     shard_gb = 5.0 if options.shard_gb is None else options.shard_gb
-    if shard_gb <= 0:
+    if not 0 < shard_gb < math.inf:
         raise ConvertError(f"shard_gb is {shard_gb:g}; write a positive number of 10^9 bytes")
     if to == "hf":
         return HFTarget({name: Stored(stored.shape, dtypes[name]) for name, stored in source.tensors.items()}, shard_gb)
@@ -257,11 +258,9 @@ def _mark(made: Plan, options: ConvertOptions) -> dict[str, Any]:
     """What two attempts must have in common for one to go on where the other stopped."""
     free = ("out", "threads", "verify", "overwrite", "resume", "synced")
     wanted = {name: str(value) for name, value in asdict(options).items() if name not in free}
-    read = {
-        str(path): [path.stat().st_size, path.stat().st_mtime_ns]
-        for folder in (made.source.path, *options.adapters)
-        for path in _files(folder)
-    }
+    parts = {part.slot.path for name in made.source.tensors for part in made.source.parts(name) or ()}
+    beside = {path for folder in (options.source, made.source.path, *options.adapters) for path in _files(folder)}
+    read = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(parts | beside)}
     return {"options": wanted, "files": read}
 
 

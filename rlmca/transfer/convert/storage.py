@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import resource
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,23 +66,36 @@ def row_axis(shape: Shape) -> int:
 
 
 def row_ranges(slot: Slot, most: int) -> Iterator[Box]:
-    """Boxes one behind the other that make up the tensor, each one stretch of at most `most` bytes, or one row."""
+    """Boxes one behind the other that make up the tensor, each one stretch of at most `most` bytes, or one element."""
     if not slot.shape:
         yield ()
         return
-    axis = row_axis(slot.shape)
-    row = math.prod(slot.shape[axis + 1 :]) * itemsize(slot.dtype)
+    yield from _ranges(slot, most, ())
+
+
+def _ranges(slot: Slot, most: int, front: Box) -> Iterator[Box]:
+    """Those that begin with `front`, one place on each of its axes."""
+    axis, item = len(front), itemsize(slot.dtype)
+    row = math.prod(slot.shape[axis + 1 :]) * item
+    if slot.shape[axis] == 1 or (row > most and axis + 1 < len(slot.shape)):
+        if axis + 1 == len(slot.shape):
+            yield (*front, (0, 1))
+            return
+        for place in range(slot.shape[axis]):
+            yield from _ranges(slot, most, (*front, (place, place + 1)))
+        return
     step = max(1, most // max(row, 1))
     for start in range(0, slot.shape[axis], step):
-        box = list(full(slot.shape))
-        box[axis] = (start, min(start + step, slot.shape[axis]))
-        yield tuple(box)
+        yield (*front, (start, min(start + step, slot.shape[axis])), *full(slot.shape[axis + 1 :]))
 
 
 class Files:
-    """Open files by path, each opened once; safe for threads, closed together."""
+    """Open files by path, each opened once; safe for threads, closed together. Takes as many as the system lets a process have."""
 
     def __init__(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._open: dict[tuple[Path, bool], int] = {}
         self._lock = threading.Lock()
 

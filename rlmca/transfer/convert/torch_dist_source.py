@@ -41,8 +41,10 @@ def iteration_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if (path / dcp_metadata.FILE).is_file() or not tracker.is_file():
         return path
-    word = tracker.read_text(encoding="utf-8").strip()
-    return path / (f"iter_{int(word):07d}" if word.isdigit() else word)
+    word = tracker.read_bytes()[:40].decode("utf-8", "replace").strip()
+    if not (word.isascii() and word.isdecimal()) and word != "release":
+        raise ConvertError(f"{tracker} says {word!r}; it must be the number of an iteration, or release")
+    return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
 
 
 class _Found(NamedTuple):
@@ -246,7 +248,10 @@ def _read_keys(folder: Path) -> dict[str, StoredKey]:
     if not (folder / dcp_metadata.FILE).is_file():
         raise ConvertError(f"{folder} has no {dcp_metadata.FILE}; a distributed checkpoint (torch_dist) has one")
     if (folder / FORMAT).is_file():
-        form: Any = json.loads((folder / FORMAT).read_text(encoding="utf-8"))
+        try:
+            form: Any = json.loads((folder / FORMAT).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConvertError(f"{folder / FORMAT} is not JSON: {error}") from error
         if not isinstance(form, dict) or form.get("sharded_backend", "torch_dist") != "torch_dist":
             raise ConvertError(f"{folder / FORMAT} says {form}; only checkpoints of the format torch_dist are read")
     return {key: stored for key, stored in read_metadata(folder).items() if not OPTIMIZER.match(key)}
