@@ -118,7 +118,7 @@ class Batch:
             if name == "unit_B":  # what is added belongs to nobody
                 grown = torch.cat([value, torch.arange(B - have, device=value.device) + (int(value.max()) + 1 if have else 0)])
             elif name.endswith("_B"):
-                grown = value.new_ones(B)
+                grown = value.new_zeros(B)  # a row that is added has no real token
                 grown[:have] = value
             else:
                 grown = value.new_zeros(B, T)

@@ -28,7 +28,7 @@ def test_the_first_token_is_never_a_target() -> None:
 def test_padding_adds_only_zero_weight() -> None:
     batch = batch_of_examples([[1, 2, 3], [4, 5]], [[False, True, True], [False, True]])
     grown = batch.pad_to(4, 7)
-    assert grown.ids_BT.shape == (4, 7) and int(grown.mask_BT.sum()) == 3 and grown.length_B.tolist() == [3, 2, 1, 1]
+    assert grown.ids_BT.shape == (4, 7) and int(grown.mask_BT.sum()) == 3 and grown.length_B.tolist() == [3, 2, 0, 0]
     assert torch.equal(grown.rows([0, 1]).pad_to(2, 3).ids_BT, batch.ids_BT)
     with pytest.raises(ValueError, match="cannot pad"):
         batch.pad_to(2, 2)

@@ -59,7 +59,9 @@ def _runner(cfg: RunConfig, command: str) -> Runner:
 def _user_errors() -> tuple[type[Exception], ...]:
     """Errors that say what to write instead; a traceback would only hide that."""
     from rlmca.data import DataError
+    from rlmca.engines.freeze import FreezeError
     from rlmca.layouts import LayoutError, UnsupportedField
+    from rlmca.layouts.adapters import UnknownTarget
     from rlmca.rewards.user import BadReward
     from rlmca.rollout.base import RolloutError
     from rlmca.run.checkpoint import CheckpointError
@@ -71,7 +73,9 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
     return (
         DataError,
+        FreezeError,
         LayoutError,
+        UnknownTarget,
         UnsupportedField,
         OutputDirError,
         CheckpointError,

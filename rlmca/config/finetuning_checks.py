@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from rlmca.config.finetuning import FinetuningConfig
 from rlmca.config.schema import RunConfig
@@ -35,6 +36,12 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
             ("freeze_trainable_layers", "freeze_extra_modules"),
             "freeze_trainable_layers: 0 trains nothing; write n for the last n layers, -n for the first n, or freeze_extra_modules",
         )
+    elif kind == "freeze" and not own.freeze_trainable_modules and not own.freeze_extra_modules:
+        yield (
+            ("freeze_trainable_modules", "freeze_extra_modules"),
+            "freeze_trainable_modules is empty and trains nothing; write all, or parts of a layer such as self_attn,mlp, "
+            "or freeze_extra_modules",
+        )
     if own.lora:
         yield from _lora(cfg)
 
@@ -58,6 +65,12 @@ def _lora(cfg: RunConfig) -> Iterator[Finding]:
                 f"{', '.join(changed)}: adapter_config.json of {own.adapter_name_or_path[-1]}, which is trained further, says it already: "
                 "leave it out, or write create_new_adapter: true",
             )
+    if inside := [name for name in own.adapter_name_or_path if _is_inside(name, cfg.train.output_dir)]:
+        yield (
+            ("adapter_name_or_path", "output_dir"),
+            f"adapter_name_or_path: {', '.join(inside)} lies in output_dir, where this run writes and removes adapters: "
+            "name another output_dir, or copy the adapter to a folder of its own",
+        )
     if cfg.model.train_from_scratch:
         yield (
             ("train_from_scratch", "finetuning_type"),
@@ -68,3 +81,8 @@ def _lora(cfg: RunConfig) -> Iterator[Finding]:
             ("transformer_impl", "finetuning_type"),
             "transformer_impl: transformer_engine has no adapters in this version; write transformer_impl: local, or leave it out",
         )
+
+
+def _is_inside(name: str, folder: str | None) -> bool:
+    """Whether a path is a folder or lies in it."""
+    return bool(folder) and Path(name).expanduser().resolve().is_relative_to(Path(str(folder)).expanduser().resolve())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
 
-from rlmca.engines.freeze import trained
+from rlmca.engines.adapter_start import AdapterStart
+from rlmca.engines.base import AdapterUse
+from rlmca.engines.freeze import trained_of
 from rlmca.layouts import Coord, ModelLayout, ParamPlan, Topology
 from rlmca.layouts.adapters import BRANCHES, AdapterLayout
 from rlmca.layouts.boxes import Box
 from rlmca.layouts.plan import in_chunk
-from rlmca.models.lora import Adapters, attach
+from rlmca.models.lora import Adapters, attach, without
 from rlmca.models.options import FreezeOptions, LoraOptions
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.load import check_params, fill
@@ -49,11 +52,17 @@ class EngineAdapters:
         self._mark(plan)
         self._plan = plan
         self._fill()
+        self.start = AdapterStart(self.parameters, options)
 
-    @property
-    def modules(self) -> list[Adapters]:
-        """All adapter modules of this rank."""
-        return list(self._attached.values())
+    @contextlib.contextmanager
+    def used(self, use: AdapterUse) -> Iterator[None]:
+        """The model as its base inside the block (False), or as it was when the run started ("start"); True: as it is."""
+        if not use or (use == "start" and self.start.is_base):
+            with without(list(self._attached.values())):
+                yield
+        else:
+            with self.start.restored() if use == "start" else contextlib.nullcontext():
+                yield
 
     def delta(self, param: str, at: Index) -> Tensor | None:
         """What merging adds to a box of a base parameter; None for one without adapters."""
@@ -154,9 +163,9 @@ def _inside(plan: Mapping[str, ParamPlan], position: int, topology: Topology) ->
 
 
 def freeze(
-    parameters: Iterable[tuple[str, nn.Parameter]], layout: ModelLayout, plan: Mapping[str, ParamPlan], options: FreezeOptions
+    parameters: Iterable[tuple[str, nn.Parameter]], layout: ModelLayout, place: tuple[Topology, Coord], options: FreezeOptions
 ) -> None:
-    """Leave a gradient only to the parameters that partial training trains."""
-    wanted = trained(layout.hf_tensors(), layout.num_layers, options)
+    """Leave a gradient only to the parameters that partial training trains, of the rank at `place`."""
+    wanted, plan = trained_of(layout, options), layout.in_form("single").rank_plan(*place)
     for name, parameter in parameters:
         parameter.requires_grad_(all(copy.hf in wanted for copy in plan[name].copies))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.transfer.stream import Weights
 from rlmca.types import Batch
+
+AdapterUse = bool | Literal["start"]
+"""Whether log-probs are those of the weights with the adapter or without it, or with the adapter as it was when the run started."""
 
 
 class Engine(Protocol):
@@ -30,10 +33,11 @@ class Engine(Protocol):
         """
         ...
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """Log-probabilities (and entropy, nats) of the batch's targets, [B, T], zero elsewhere; without gradient.
 
-        With `adapter=False` those of the weights that an adapter stands beside, without it.
+        With `adapter=False` those of the weights that an adapter stands beside, without it; with "start" those of the model as
+        it was when the run started (ValueError when the engine was not told to keep the adapter that it starts from).
         """
         ...
 

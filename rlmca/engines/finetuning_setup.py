@@ -28,6 +28,7 @@ def lora_options(cfg: RunConfig) -> LoraOptions | None:
             rslora=start.rslora,
             seed=cfg.train.seed,
             start=folders[-1],
+            keep_start=cfg.stage == "grpo" and cfg.rl.kl_coef > 0 and cfg.model.ref_model is None,
             merged=tuple(folders[:-1]),
         )
     return LoraOptions(

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.engines.base import AdapterUse
 from rlmca.engines.freeze import layer_count, trained
 from rlmca.engines.huggingface_adapters import HuggingFaceAdapters
 from rlmca.engines.huggingface_checkpoint import ModelState, Training, adapter_state, load_state, save_state, whole_state
@@ -175,12 +176,12 @@ class HuggingFaceEngine:
     # ---- inference
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """See `Engine.log_probs`."""
         self._offload.check()
         self.model.eval()
         pieces = micro_batches(batch, self.cutting(self.options.eval_batch_size), self.parallel)
-        with contextlib.nullcontext() if adapter or self._adapters is None else self._adapters.without():
+        with contextlib.nullcontext() if self._adapters is None else self._adapters.used(adapter):
             found = [self._plain(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders) for piece in pieces]
         out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, found[0].dtype)
         return TokenOutputs(logp_BT=out_2BT[0], entropy_BT=out_2BT[1] if entropy else None)
@@ -222,6 +223,7 @@ class HuggingFaceEngine:
             return 0
         keep = [*self.module.parameters(), *self.module.buffers()]
         keep += [] if self.optimizer is None else optimizer_tensors(self.optimizer)
+        keep += [] if self._adapters is None else self._adapters.start.tensors
         return self._offload.out(keep, [p.grad for p in self.module.parameters() if p.grad is not None])
 
     def onload(self) -> None:

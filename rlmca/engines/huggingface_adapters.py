@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlmca.engines.adapter_start import AdapterStart
+from rlmca.engines.base import AdapterUse
 from rlmca.layouts.adapters import ALL, PREFIX, UnknownTarget
 from rlmca.models.options import LoraOptions
 from rlmca.transfer.hf_folder import HFFolderError
@@ -51,12 +53,17 @@ class HuggingFaceAdapters:
             self._fill(lambda name: initial_matrix(name, tuple(self.parameters[name].shape), options.seed))
         else:
             self.load(options.start)
+        self.start = AdapterStart(self.parameters, options)
 
     @contextlib.contextmanager
-    def without(self) -> Iterator[None]:
-        """The model as its base inside the block."""
-        with self._peft.disable_adapter():
-            yield
+    def used(self, use: AdapterUse) -> Iterator[None]:
+        """The model as its base inside the block (False), or as it was when the run started ("start"); True: as it is."""
+        if not use or (use == "start" and self.start.is_base):
+            with self._peft.disable_adapter():
+                yield
+        else:
+            with self.start.restored() if use == "start" else contextlib.nullcontext():
+                yield
 
     def delta(self, name: str) -> Tensor | None:
         """What merging adds to a parameter of the base, [O, I] in float64; None for one without an adapter."""

@@ -14,7 +14,7 @@ from rlmca.engines.options import HuggingFaceOptions
 from rlmca.parallel import platform
 from rlmca.transfer.hf_folder import ROTARY_TABLE, HFFolder, HFFolderError, open_hf_folder
 from rlmca.transfer.merged import MergedFolder
-from rlmca.transfer.peft import CONFIG
+from rlmca.transfer.source import adapter_beside
 
 _LATER = "such models are not in this version, rollouts and exports need the names of the files"
 
@@ -26,8 +26,8 @@ def build_module(folder: Path, options: HuggingFaceOptions, *, fresh: bool) -> P
     missing ones at random and drop the others. Loading leaves the random state as it was. The adapters of
     `options.lora.merged` are merged into the weights.
     """
-    if (folder / CONFIG).is_file():  # Transformers would read the model that the adapter names, wherever that is
-        raise HFFolderError(f"{folder} holds an adapter beside the model ({CONFIG}): move it to a folder of its own")
+    if (text := adapter_beside(folder)) is not None:
+        raise HFFolderError(text)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         module = _fresh(config, options) if fresh else _load(folder, config, options)

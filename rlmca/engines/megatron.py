@@ -5,6 +5,7 @@ Shape legend: B rows, T tokens of the padded row, N targets of a micro-batch in 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.engines.adapters import EngineAdapters, freeze
+from rlmca.engines.base import AdapterUse
 from rlmca.engines.checkpoint import ModelState, adapters_state, chunks_state, load_state, save_state
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
@@ -31,7 +33,7 @@ from rlmca.layouts.adapters import BRANCHES
 from rlmca.layouts.pipeline import pipeline_topology
 from rlmca.layouts.plan import in_chunk
 from rlmca.models.build import build_policy, wrap_data_parallel
-from rlmca.models.lora import require_input_gradients, without
+from rlmca.models.lora import require_input_gradients
 from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.kept import KeptTensors
@@ -105,7 +107,7 @@ class MegatronEngine:
                 raise ValueError("adapters need weights to stand beside: give the engine a folder")
             self._adapters = EngineAdapters(self.layout, self.topology, self.coord, self.chunks, lora, self.parallel)
         elif part is not None:
-            freeze(self.named_parameters(), self.layout, self.layout.rank_plan(self.topology, self.coord), part)
+            freeze(self.named_parameters(), self.layout, (self.topology, self.coord), part)
         recomputes = self.options.build.recompute_granularity is not None
         for chunk in self.chunks:
             trained = [parameter.requires_grad for parameter in chunk.parameters()]
@@ -175,7 +177,7 @@ class MegatronEngine:
     # ---- inference
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """See `Engine.log_probs`."""
         self._gather_weights()
         for model in self.models:
@@ -192,7 +194,7 @@ class MegatronEngine:
 
             return model(piece.ids_BT, piece.mask_BT, temperature, entropy, piece.borders, self._sequences(piece)), finish
 
-        with without([] if adapter or self._adapters is None else self._adapters.modules):
+        with contextlib.nullcontext() if self._adapters is None else self._adapters.used(adapter):
             self._run(forward, pieces, forward_only=True)
         out_2BT = gathered_outputs(found, pieces, batch.ids_BT.shape, torch.promote_types(self.options.build.dtype, torch.float32))
         self.parallel.from_last_stage(out_2BT)
@@ -291,6 +293,7 @@ class MegatronEngine:
         parts = getattr(self.optimizer, "chained_optimizers", [] if self.optimizer is None else [self.optimizer])
         keep = [tensor for chunk in self.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         keep += [tensor for part in parts if part.optimizer is not None for tensor in optimizer_tensors(part.optimizer)]
+        keep += [] if self._adapters is None else self._adapters.start.tensors
         wrapped = self.models if self.optimizer is not None else []
         gradients = [buffer.grad_data for model in wrapped for buffer in (*model.buffers, *model.expert_parallel_buffers)]
         return self._offload.out(keep, gradients)

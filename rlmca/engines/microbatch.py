@@ -97,7 +97,7 @@ def micro_batches(batch: Batch, cutting: Cutting, parallel: Parallel) -> list[Mi
     """
     context = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     multiple = (parallel.tp_size if cutting.sequence_parallel else 1) * context
-    lengths = [_round_up(n, context if cutting.packed else multiple) for n in batch.length_B.tolist()]
+    lengths = [_round_up(n, context if cutting.packed else multiple) for n in _places(batch)]
     units = _units(batch)
     fixed, agreed = parallel.pp_size > 1 or cutting.uniform, parallel if cutting.uniform else None
     widest = _largest([max(lengths, default=multiple)], agreed) if fixed else 0
@@ -177,8 +177,13 @@ def _units(batch: Batch) -> list[list[int]]:
     return list(found.values())
 
 
+def _places(batch: Batch) -> list[int]:
+    """Tokens that each row takes; one where it has none: what fills up ranks must not leave one of them without a row."""
+    return batch.length_B.clamp(min=1).tolist()
+
+
 def _costs(batch: Batch, units: Sequence[list[int]], cost: RowCost) -> list[float]:
-    lengths = batch.length_B.tolist()
+    lengths = _places(batch)
     return [sum(cost(lengths[row]) for row in unit) for unit in units]
 
 

@@ -30,14 +30,17 @@ class RouterLosses:
         if not self.active:
             return
         by_row = self.options.moe_router_load_balancing_type == "seq_aux_loss"
-        rows = [len(piece.numbers) for piece in pieces]
+        lengths = [piece.rows.length_B[: len(piece.numbers)] for piece in pieces]
+        rows = [int((length_B > 0).sum()) for length_B in lengths]  # without those that only fill up ranks
         groups = sum(rows) if by_row else sum(n > 0 for n in rows)
-        tokens = sum(int(piece.rows.length_B[: len(piece.numbers)].sum()) for piece in pieces)
+        tokens = sum(int(length_B.sum()) for length_B in lengths)
         counts = self.parallel.dp_sum(torch.tensor([groups, tokens], dtype=torch.float64, device=self.parallel.device))
         self._groups, self._tokens = counts.tolist()
         # Megatron's DDP divides gradients by the data-parallel and context-parallel sizes
         factor = self.parallel.dp_size * self.parallel.cp_size
-        step = RouterStep(groups=max(rows) if by_row else 1, group_weight=factor / self._groups, token_weight=factor / self._tokens)
+        step = RouterStep(
+            groups=max(map(len, lengths)) if by_row else 1, group_weight=factor / self._groups, token_weight=factor / self._tokens
+        )
         for router in self.routers:
             router.begin(step, self.parallel.device)
 

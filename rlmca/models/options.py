@@ -82,6 +82,8 @@ class LoraOptions:
     """Of the initial A, which follows from it and the layer's name alone: it is the same on every layout."""
     start: Path | None = None
     """Folder of an adapter in PEFT's format to start from. None: B is zero, so that the model starts as its base."""
+    keep_start: bool = False
+    """Keep what `start` holds for as long as the run lasts: it is the reference that training is measured against."""
     merged: tuple[Path, ...] = ()
     """Folders of adapters to merge into the weights first."""
 

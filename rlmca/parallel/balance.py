@@ -43,12 +43,20 @@ def row_cost(hf_config: Mapping[str, Any]) -> RowCost:
 
 def _latent_cost(c: Mapping[str, Any]) -> RowCost:
     """The same for multi-latent attention: keys and values of a head differ in size, and weights lie on the ways down and up."""
-    hidden, heads, kv, value = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["v_head_dim"]
-    key, rotated = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["qk_rope_head_dim"]
+
+    def size(name: str, otherwise: int) -> int:
+        return int(c.get(name) or otherwise)
+
+    hidden, kv = size("hidden_size", 1024), int(c["kv_lora_rank"])
+    heads = size("num_attention_heads", max(1, hidden // 128))
+    plain, rotated = size("qk_nope_head_dim", 128), size("qk_rope_head_dim", 64)
+    key, value = plain + rotated, size("v_head_dim", 128)
     queries = c["q_lora_rank"] * (hidden + heads * key) if c.get("q_lora_rank") else hidden * heads * key
-    attention = queries + hidden * (kv + rotated) + kv * heads * (c["qk_nope_head_dim"] + value) + heads * value * hidden
-    experts = int(c.get("num_experts_per_tok") or 1) + int(c.get("n_shared_experts") or 0)
-    return RowCost(heads * (key + value) / 2 / (attention + 3 * hidden * experts * int(c["moe_intermediate_size"])))
+    attention = queries + hidden * (kv + rotated) + kv * heads * (plain + value) + heads * value * hidden
+    ffn = size("intermediate_size", 4 * hidden)
+    if c.get("moe_intermediate_size"):
+        ffn = c["moe_intermediate_size"] * (size("num_experts_per_tok", 1) + size("n_shared_experts", 0))
+    return RowCost(heads * (key + value) / 2 / (attention + 3 * hidden * ffn))
 
 
 def partition(costs: Sequence[float], bins: int) -> list[list[int]]:

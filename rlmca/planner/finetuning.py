@@ -8,7 +8,7 @@ from typing import Any
 
 from rlmca.config import RunConfig
 from rlmca.engines.finetuning_setup import adapter_folders, freeze_options, lora_options
-from rlmca.engines.freeze import trained
+from rlmca.engines.freeze import trained_of
 from rlmca.layouts import ModelLayout
 from rlmca.layouts.adapters import AdapterLayout, UnknownTarget
 from rlmca.transfer.hf_folder import HFFolderError
@@ -44,7 +44,7 @@ def trained_elements(cfg: RunConfig, layout: ModelLayout) -> int:
     if (lora := lora_options(cfg)) is not None:
         shapes = AdapterLayout(layout, lora.targets, lora.rank).hf_tensors()
     elif (part := freeze_options(cfg)) is not None:
-        names = trained(shapes, layout.num_layers, part)
+        names = trained_of(layout, part)
         shapes = {name: shape for name, shape in shapes.items() if name in names}
     return sum(math.prod(shape) for shape in shapes.values())
 

@@ -6,12 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlmca.config import ConfigError, ModelConfig
 from rlmca.layouts import Coord, ModelLayout, Topology
-from rlmca.transfer.source import ModelNotFound, resolve_model
+from rlmca.transfer.source import ModelNotFound, find_config
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,19 @@ class RankParameters:
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any] | None:
-    """config.json of a model folder; None for a name on the hub. ConfigError when a folder has no readable one."""
+    """The model's config.json, fetched alone from the hub; None where that cannot be reached. ConfigError when it is not readable."""
     name = model.model_name_or_path
-    if not Path(name).expanduser().exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1:
-        return None
     try:
-        folder = resolve_model(name, model)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        file = find_config(name, model)
+        if file is None:
+            return None
+        config = json.loads(file.read_text(encoding="utf-8"))
     except ModelNotFound as error:
         raise ConfigError(str(error)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"model_name_or_path: {name} has no readable config.json ({error})") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"model_name_or_path: {folder / 'config.json'} is not a Hugging Face configuration")
+        raise ConfigError(f"model_name_or_path: {file} is not a Hugging Face configuration")
     return config
 
 

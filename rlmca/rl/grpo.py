@@ -8,9 +8,10 @@ import time
 
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts
+from rlmca.planner import check_model
 from rlmca.rewards import build_rewards
 from rlmca.rl.loop import Roles, run_loop
-from rlmca.rl.update import Reference, WithoutAdapter, policy_options
+from rlmca.rl.update import AtItsStart, Reference, policy_options
 from rlmca.run.evaluate import evaluate_policy
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.rollouts import RolloutWriter
@@ -28,6 +29,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
         stack.callback(rewards.close)
         parallel = ranks.loop
         source = open_source(cfg)
+        check_model(cfg, source.folder)  # what preflight could not see of a model on the hub
         seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
         hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
         longest = cfg.generation.max_prompt_len
@@ -44,7 +46,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
         session.restore(policy, order)
         reference: Reference | None = None
         if cfg.rl.kl_coef > 0 and cfg.finetuning.lora and cfg.model.ref_model is None:
-            reference = WithoutAdapter(policy)
+            reference = AtItsStart(policy)
         elif cfg.rl.kl_coef > 0:
             folder = source.folder if cfg.model.ref_model is None else resolve_model(cfg.model.ref_model, cfg.model)
             reference = ranks.build("reference", folder, trainable=False)

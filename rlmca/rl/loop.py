@@ -6,12 +6,12 @@ One rollout, one policy version: `version` is the number of the last step whose 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlmca.algorithms import assign_advantages
-from rlmca.config import RunConfig
+from rlmca.config import LateError, RunConfig
 from rlmca.data import Prompt, ShuffledOrder
 from rlmca.rewards import RewardSet
 from rlmca.rl.debug import print_samples
@@ -22,6 +22,7 @@ from rlmca.rollout.samples import sample_replies
 from rlmca.run.rollouts import RolloutWriter
 from rlmca.run.session import Session
 from rlmca.run.timing import Stopwatch
+from rlmca.types import Sample
 from rlmca.workers import WorkerGroup
 
 
@@ -55,6 +56,7 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
             samples = sample_replies(roles.rollout, prompts, roles.tokenizer, roles.params, n=replies, seed=seed, step=step)
         with watch("score"):
             roles.rewards.score(samples)
+            check_rewards(roles.rewards, samples, step)
             assign_advantages(samples, std=cfg.rl.advantage_std, eps=cfg.rl.advantage_eps, clip=cfg.rl.advantage_clip)  # type: ignore[arg-type]
             metrics = reward_statistics(samples)
         with watch("update"):
@@ -78,6 +80,15 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
             session.log_eval(step, roles.evaluate(), epoch=roles.order.epochs)
         if session.should_save(step):
             session.save(step, roles.policy, roles.order)
+
+
+def check_rewards(rewards: RewardSet, samples: Sequence[Sample], step: int) -> None:
+    """Raises LateError where no sample has a valid reward: there is nothing to learn, and the run would go on as if there were."""
+    if samples and all(sample.reward is None for sample in samples):
+        raise LateError(
+            f"rewards: none of the {len(samples)} replies of step {step} has a valid score from {', '.join(rewards.names)}; "
+            "the warnings above say why: the functions must return numbers"
+        )
 
 
 def sync_weights(roles: Roles, version: int) -> None:

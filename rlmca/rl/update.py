@@ -25,14 +25,15 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True)
-class WithoutAdapter:
-    """The weights that the policy's adapter stands beside: a reference that needs no second copy of them."""
+class AtItsStart:
+    """The policy as it was when the run started, with the adapter of then or without one: a reference that needs no second
+    copy of the weights that the adapter stands beside."""
 
     policy: WorkerGroup
 
     def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenOutputs:
         """See `Reference`."""
-        return self.policy.log_probs(batch, temperature=temperature, adapter=False)
+        return self.policy.log_probs(batch, temperature=temperature, adapter="start")
 
 
 def policy_options(cfg: RunConfig) -> PolicyOptions:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlmca.config import RunConfig
 from rlmca.data import Hub, Prompts, load_prompts
 from rlmca.engines.finetuning_setup import adapter_folders
+from rlmca.layouts.families import family_of
 from rlmca.observe.console import console as run_console
 from rlmca.observe.console import note
 from rlmca.observe.jsonl import dumps, write_atomically
@@ -26,8 +28,10 @@ from rlmca.rewards import build_rewards
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
-from rlmca.run.source import check_lengths, open_source, rollout_engine, run_dtype, sampling_params
+from rlmca.run.source import Source, check_lengths, open_source, rollout_engine, rollout_form, run_dtype, sampling_params
+from rlmca.transfer.convert.base import ConvertError
 from rlmca.transfer.convert.rewrite import rewrite_hf
+from rlmca.transfer.hf_folder import read_config
 from rlmca.transfer.merged import MergedFolder
 from rlmca.transfer.source import resolve_model
 from rlmca.types import Sample
@@ -109,11 +113,26 @@ def run_export(cfg: RunConfig, *, console: Console | None = None) -> Path:
     out = Path(cfg.export.export_dir)
     try:
         source = resolve_model(cfg.model.model_name_or_path, cfg.model)
+        _check_exportable(source)
         tensors = rewrite_hf(source, out, dtype, float(cfg.export.export_size), adapter_folders(cfg))
     except FileExistsError as error:
         raise CommandError(f"export_dir: {error}") from None
+    except ConvertError as error:
+        raise CommandError(str(error)) from None
     (console or run_console()).print(f"{tensors} tensors in {out}", highlight=False, soft_wrap=True)
     return out
+
+
+def _check_exportable(source: Path) -> None:
+    """Families that only Transformers knows can be trained by its engine; what their tensors are is not known here."""
+    config = read_config(source)
+    try:
+        family_of(config)
+    except ValueError as error:
+        raise CommandError(
+            f"model_name_or_path: {error}; merge an adapter with peft's merge_and_unload and save_pretrained (a run that trains the "
+            "adapter writes the merged model to output_dir/hf)"
+        ) from None
 
 
 def write_predictions(path: Path, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -145,6 +164,16 @@ def _datasets(cfg: RunConfig) -> list[str]:
 
 def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     source = open_source(cfg)
+    with contextlib.ExitStack() as stack:
+        # whatever is wrong with the adapters shows before a model is loaded or a server started
+        adapters = adapter_folders(cfg)
+        merged = stack.enter_context(MergedFolder(source.folder, adapters)) if adapters else None
+        tensors = None if merged is None else merged.tensors(rollout_form(cfg))
+        return _load_engine(cfg, source, tensors, sampled=sampled, n=n)
+
+
+def _load_engine(cfg: RunConfig, source: Source, tensors: Iterator[tuple[str, Tensor]] | None, *, sampled: bool, n: int) -> _Loaded:
+    """The rollout engine with the weights of the source's folder, or with `tensors`."""
     hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
     longest, names = cfg.generation.max_prompt_len, _datasets(cfg)
     prompts = load_prompts(cfg.data, source.template, longest, names, note, seed=cfg.train.seed, hub=hub)
@@ -153,10 +182,12 @@ def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     check_lengths(cfg, source, prompts)
     log_dir = Path(cfg.train.output_dir) / "sglang" if cfg.train.output_dir else Path(tempfile.gettempdir()) / f"rlmca-{os.getpid()}"
     engine = rollout_engine(cfg, source, device, log_dir)
-    if adapters := adapter_folders(cfg):
+    if tensors is not None:
         try:
-            with MergedFolder(source.folder, adapters) as merged:
-                engine.update_weights(((name, merged.read(name)) for name in merged.shapes), 0)
+            engine.update_weights(tensors, 0)
+        except ValueError as error:  # Transformers holds weights under other names than the files
+            engine.close()
+            raise CommandError(f"adapter_name_or_path: the merged weights of {source.folder} do not fit its model: {error}") from None
         except BaseException:
             engine.close()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,12 @@ def write_json(path: str | Path, value: Any) -> None:
 def write_config(cfg: RunConfig, path: str | Path | None = None) -> None:
     """`config.yaml` as resolved (secrets left out), in `output_dir` unless a path is given."""
     write_atomically(Path(path) if path is not None else Path(cfg.train.output_dir) / "config.yaml", to_yaml(cfg))
+
+
+def write_notes(folder: str | Path, notes: Sequence[str]) -> None:
+    """What the user of an adapter must know, as `README.md` beside it; no file when there is nothing."""
+    if notes:
+        write_atomically(Path(folder) / "README.md", "# LoRA adapter\n\n" + "".join(f"- {text}\n" for text in notes))
 
 
 def write_results(output_dir: str | Path, split: str, metrics: Mapping[str, Any]) -> None:

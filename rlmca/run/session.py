@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmca.config import BatchPlan, RunConfig
-from rlmca.engines.finetuning_setup import lora_options
 from rlmca.observe.console import note
 from rlmca.observe.log import RunLog
 from rlmca.observe.plots import plot_all
 from rlmca.observe.progress import progress
 from rlmca.run.checkpoint import CheckpointError, Checkpoints, resume_folder
+from rlmca.run.foundation import foundation
 from rlmca.run.lr import LearningRate
-from rlmca.run.output import prepare_output_dir, write_config, write_results, write_trainer_state
+from rlmca.run.output import prepare_output_dir, write_config, write_notes, write_results, write_trainer_state
 from rlmca.run.schedule import StepSchedule
 from rlmca.run.signals import StopSignal
 from rlmca.workers import Ranks
@@ -31,18 +31,6 @@ def _expert_sizes(cfg: RunConfig) -> list[int]:
     split = m.tensor_model_parallel_size if m.expert_tensor_parallel_size is None else m.expert_tensor_parallel_size
     plain = cfg.engine != "megatron" or (m.expert_model_parallel_size == 1 and split == m.tensor_model_parallel_size)
     return [] if plain else [m.expert_model_parallel_size, split]
-
-
-def _trained(cfg: RunConfig) -> str:
-    """What a run trains, as far as its checkpoints depend on it."""
-    own = cfg.finetuning
-    if (lora := lora_options(cfg)) is not None:
-        scale = "sqrt(rank)" if lora.rslora else "rank"
-        return f"an adapter of rank {lora.rank}, alpha {lora.alpha:g} / {scale}, beside {', '.join(lora.targets)}"
-    if own.finetuning_type == "freeze":
-        extra = f" and {', '.join(own.freeze_extra_modules)}" if own.freeze_extra_modules else ""
-        return f"{', '.join(own.freeze_trainable_modules)} of {own.freeze_trainable_layers} layers{extra}"
-    return "all weights"
 
 
 class Resumable(Protocol):
@@ -100,6 +88,7 @@ class Session:
         wanted: bool | str | None = True if train.resume_newest else train.resume_from_checkpoint
         self.resume_from = resume_folder(self.checkpoints, wanted, train.overwrite_output_dir)
         prepare_output_dir(cfg, parallel.is_main, resuming=self.resume_from is not None)
+        self.foundation = foundation(cfg)
         self.reached = False
         """True once an evaluation reached `stop_value`: the run is done before its last step."""
         self._skips = 0
@@ -150,11 +139,16 @@ class Session:
                 f"resume_from_checkpoint: {self.resume_from} was written by the {state['engine']} engine and this run has the "
                 f"{self.cfg.engine} one: set USE_MCA as it was, or start a new run from the Hugging Face folder"
             )
-        before, now = state.get("trained", "all weights"), _trained(self.cfg)
+        before, now = state.get("trained", "all weights"), self.foundation.trained
         if before != now:
             raise CheckpointError(
                 f"resume_from_checkpoint: {self.resume_from} was written by a run that trains {before}, this one trains {now}: "
                 "write what the run was started with, or start a new one from its Hugging Face folder or its adapter"
+            )
+        if changed := self.foundation.changed(state.get("stands_on", {})):
+            raise CheckpointError(
+                f"resume_from_checkpoint: {self.resume_from} holds an adapter of other weights: {' and '.join(changed)} changed since it "
+                "was written; write what the run was started with, or start a new one from the adapter in the checkpoint"
             )
         if state["layout"] != self._layout:
             raise CheckpointError(
@@ -263,6 +257,7 @@ class Session:
             if self.cfg.finetuning.lora:
                 role.export_adapter(folder, self.cfg.model.model_name_or_path)
             if self.parallel.is_main:
+                write_notes(folder, self.foundation.notes)
                 state = {
                     "step": step,
                     "tokens": self.tokens,
@@ -271,7 +266,8 @@ class Session:
                     "reached": self.reached,
                     "resumable": not self.cfg.train.save_only_model,
                     "engine": self.cfg.engine,
-                    "trained": _trained(self.cfg),
+                    "trained": self.foundation.trained,
+                    "stands_on": dict(self.foundation.stands_on),
                     "layout": self._layout,
                     "global_batch": self.plan.global_batch,
                 }
@@ -298,6 +294,9 @@ class Session:
             if evals:
                 write_results(self.output_dir, "eval", evals)
             self._write_state(self.step)
+            write_notes(self.output_dir, self.foundation.notes)
+            for text in self.foundation.notes:
+                note(f"{self.output_dir}: {text}")
             if self.cfg.train.plot_loss:
                 plot_all(self.output_dir, [name for name in plots if name in self._names])
         return results | evals

@@ -9,6 +9,7 @@ import time
 from rlmca.algorithms.losses import SftLoss
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts, load_train_eval, pack_rows
+from rlmca.planner import check_model
 from rlmca.rewards import build_rewards
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.session import Session
@@ -26,6 +27,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
         ranks = stack.enter_context(contextlib.closing(start_ranks(cfg)))
         parallel = ranks.loop
         source = open_source(cfg)
+        check_model(cfg, source.folder)  # what preflight could not see of a model on the hub
         data_seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
         hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
         train, evals = load_train_eval(cfg.data, source.template, say(parallel), seed=data_seed, hub=hub)

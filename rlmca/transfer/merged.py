@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlmca.layouts import Coord, ModelLayout, Topology
+from rlmca.layouts import Coord, Form, ModelLayout, Topology
 from rlmca.layouts.adapters import PREFIX
 from rlmca.layouts.boxes import Box, Range, Shape, full
-from rlmca.transfer.hf_folder import HFFolder, HFFolderError
+from rlmca.transfer.hf_folder import ROTARY_TABLE, HFFolder, HFFolderError, check_tensors
 from rlmca.transfer.peft import AdapterFolder
 
 
@@ -101,10 +101,48 @@ class MergedFolder(HFFolder):
         value = super().read(name, box)
         return self._merge.merged(name, value, full(self.shapes[name]) if box is None else box).to(value.dtype)
 
+    def tensors(self, form: Form | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of all that a module of the model has, experts held in `form` (None: as the files hold them).
+
+        Copies of a tied embedding, tables of rotary angles and layers that no part of the model reads stay behind. Raises
+        HFFolderError at once when the tensors are not those of config.json.
+        """
+        try:
+            own = ModelLayout(self.config)
+        except ValueError:  # a family that only Transformers knows
+            names = [name for name in self.shapes if not name.endswith(ROTARY_TABLE) and not self._is_copy(name)]
+            return ((name, self.read(name)) for name in names)
+        stored = own.as_stored(self.shapes)
+        check_tensors(self, stored.hf_tensors(), own.megatron.tied, own.megatron.kept)
+        wanted = stored if form is None else stored.in_form(form)
+        parts = {} if wanted.form == stored.form else _parts_of(own.in_form("stacked"), own.in_form("single"))
+        return ((name, self._in_form(name, shape, parts)) for name, shape in wanted.hf_tensors().items())
+
     def close(self) -> None:
         """Close the files."""
         super().close()
         self._merge.close()
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether the tensor is a head that repeats the embedding."""
+        embeddings = [other for other in self.shapes if other.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))]
+        return name == "lm_head.weight" and any(self.same_bits(name, other) for other in embeddings)
+
+    def _in_form(self, name: str, shape: Shape, parts: Mapping[str, Sequence[_Part]]) -> Tensor:
+        """A tensor of a form in which the files need not hold it; `parts` of those that are stacked, by way of single ones."""
+        if name in self.shapes:
+            return self.read(name)
+        if name in parts:
+            whole: Tensor | None = None
+            for part in parts[name]:
+                value = self.read(part.name)
+                whole = value.new_empty(shape) if whole is None else whole
+                (whole if part.expert is None else whole[part.expert])[slice(*part.rows)] = value
+            assert whole is not None, f"{name} has no parts"
+            return whole
+        at, part = next((at, part) for at, found in parts.items() for part in found if part.name == name)
+        front = () if part.expert is None else ((part.expert, part.expert + 1),)
+        return self.read(at, (*front, part.rows, (0, shape[-1]))).reshape(shape)
 
 
 def _stacked_parts(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, list[_Part]]:
@@ -116,8 +154,12 @@ def _stacked_parts(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> di
     stored = single.as_stored(shapes)
     if stored.form == single.form:
         return {}
+    return _parts_of(stored, single)
+
+
+def _parts_of(stacked: ModelLayout, single: ModelLayout) -> dict[str, list[_Part]]:
     parts: dict[str, list[_Part]] = {}
-    plans = (layout.rank_plan(Topology(), Coord()) for layout in (stored, single))
+    plans = (layout.rank_plan(Topology(), Coord()) for layout in (stacked, single))
     for whole, own in zip(*(plan.values() for plan in plans), strict=True):
         for inside in own.copies:
             for outer in whole.copies:

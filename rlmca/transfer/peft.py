@@ -25,22 +25,34 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layers_pattern": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "target_parameters": (None, []),
-    "exclude_modules": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "layer_replication": (None, []),
-}
-"""Fields of PEFT's configuration that change what an adapter computes -> the values that mean plain LoRA."""
+_READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora"})
+"""Fields of PEFT's configuration that `read_adapter_config` looks at."""
+_FREE = frozenset(
+    {
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",  # the name of a module
+        "qalora_group_size",  # of use_qalora
+        "runtime_config",
+    }
+)
+"""Fields that may say anything: they change nothing about what a finished adapter computes."""
+_RESIDUAL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights that take the first A and B out of the weights, or put others in their place."""
+
+
+def _plain(name: str, value: Any) -> bool:
+    """Whether a field, also one of another version of PEFT, says nothing beyond plain LoRA."""
+    if value is None or value is False or (isinstance(value, (str, list, dict)) and not value):
+        return True
+    if name == "init_lora_weights":
+        return value is True or (isinstance(value, str) and value.lower() == "gaussian")
+    return name == "bias" and value == "none"
 
 
 @dataclass(frozen=True)
@@ -108,9 +120,14 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         raise HFFolderError(f"{file} is not a LoRA configuration of PEFT: {error!r}") from None
     if kind != "LORA":
         raise HFFolderError(f"{file}: peft_type {kind} is not in this version; LORA is")
-    odd = [f"{name}: {raw[name]!r}" for name, plain in _PLAIN.items() if raw.get(name) not in plain]
+    odd = [name for name, value in raw.items() if name not in _READ | _FREE and not _plain(name, value)]
+    if str(raw.get("init_lora_weights")).lower().startswith(_RESIDUAL):
+        raise HFFolderError(
+            f"{file}: init_lora_weights: {raw['init_lora_weights']!r}: the adapter belongs to weights that PEFT changed before it trained; "
+            "save it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes it plain LoRA"
+        )
     if odd:
-        raise HFFolderError(f"{file}: {', '.join(odd)}: only plain LoRA is read")
+        raise HFFolderError(f"{file}: {', '.join(f'{name}: {raw[name]!r}' for name in odd)}: only plain LoRA is read")
     if not isinstance(targets, list) or not targets:
         raise HFFolderError(f"{file}: target_modules is {targets!r}; write the list of names of layers")
     return AdapterConfig(config.rank, config.alpha, tuple(sorted(map(str, targets))), config.rslora)

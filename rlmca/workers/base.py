@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
+from rlmca.engines.base import AdapterUse
 from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.side_files import Tokenizer
@@ -42,7 +43,7 @@ class WorkerGroup(Protocol):
         """One optimizer step on the whole batch; see `Engine.train_batch`."""
         ...
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """[B, T] for every row of the whole batch; see `Engine.log_probs`."""
         ...
 

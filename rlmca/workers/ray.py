@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
+from rlmca.engines.base import AdapterUse
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
 from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
@@ -110,7 +111,7 @@ class RayGroup:
         """See `WorkerGroup`."""
         return self._call("train_batch", ray.put(batch), loss, learning_rate)
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """See `WorkerGroup`."""
         return self._call("log_probs", ray.put(batch), temperature=temperature, entropy=entropy, adapter=adapter)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
-from rlmca.engines.base import Engine
+from rlmca.engines.base import AdapterUse, Engine
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
 from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
@@ -34,7 +34,7 @@ class SpmdGroup:
         batch = self._grown(batch)
         return self.engine.train_batch(batch.rows(self._own(batch)), loss, learning_rate)
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True) -> TokenOutputs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
         real, width = batch.ids_BT.shape
         batch = self._grown(batch)

@@ -66,14 +66,14 @@ def test_what_goes_together_reaches_the_model(values: dict[str, Any]) -> None:
 def test_every_key_of_experts_is_refused_on_a_dense_model(tmp_path: Path) -> None:
     from rlmca.config import keys
     from rlmca.layouts import LayoutError, ModelLayout
-    from rlmca.planner.preflight import _check_routing
+    from rlmca.planner.model import _check_routing
     from tests.helpers.models import make_model
 
     layout = ModelLayout(make_model("qwen2").config.to_dict())
     for name in EXPERT_KEYS:
         megatron = SimpleNamespace(**{key: keys()[key].default for key in EXPERT_KEYS} | {name: "something else"})
         with pytest.raises(LayoutError, match=f"^{name}: a qwen2 model has no experts; leave it out$"):
-            _check_routing(SimpleNamespace(megatron=megatron), layout)  # type: ignore[arg-type]
+            _check_routing(SimpleNamespace(megatron=megatron), layout, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("values", "times"), [({"moe_grouped_gemm": True}, 1), ({}, 0), ({"moe_grouped_gemm": False}, 0)])

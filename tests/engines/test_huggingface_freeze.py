@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlmca.algorithms.losses import SftLoss
-from rlmca.engines.freeze import layer_count, trained
+from rlmca.engines.freeze import FreezeError, layer_count, trained, trained_of
+from rlmca.layouts import ModelLayout
 from rlmca.models.options import FreezeOptions
 from tests.helpers.engine import hf_reference, random_batch
 from tests.helpers.huggingface import make_hf_engine
@@ -123,9 +124,27 @@ def test_a_frozen_engine_and_a_fresh_one(folder: Path) -> None:
     ],
 )
 def test_parts_that_the_model_does_not_have_are_named(options: dict[str, Any], message: str, folder: Path) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(FreezeError) as caught:
         make_hf_engine(folder, freeze=FreezeOptions(**options))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("options", [{"layers": 0}, {"layers": 2, "modules": ()}])
+def test_an_engine_with_nothing_to_train_says_so(options: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(FreezeError, match="finetuning_type: freeze trains nothing of this model"):
+        make_hf_engine(folder, freeze=FreezeOptions(**options))
+
+
+@pytest.mark.parametrize("form", ["single", "stacked"])
+@pytest.mark.parametrize("module", ["mlp", "block_sparse_moe"])
+def test_a_part_is_known_by_its_name_in_either_form(module: str, form: Any) -> None:
+    """Mixtral's experts are block_sparse_moe in published files and mlp in stacked ones; planner and engines ask `trained_of`."""
+    layout = ModelLayout(make_model("mixtral").config.to_dict()).in_form(form)
+    published = layout.in_form("single").hf_tensors()
+    wanted = {name for name in published if name.startswith("model.layers.3.block_sparse_moe.")}
+    assert trained_of(layout, FreezeOptions(layers=1, modules=(module,))) == wanted and len(wanted) == 8 * 3 + 1
+    with pytest.raises(FreezeError, match="moe is no part of a layer; write all, or some of block_sparse_moe, input_layernorm"):
+        trained_of(layout, FreezeOptions(layers=1, modules=("moe",)))
 
 
 def test_names_of_other_families_tell_layers_too() -> None:

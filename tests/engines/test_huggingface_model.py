@@ -35,6 +35,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": 67, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
 }
+LATENT = {"intermediate_size": 48, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12,
+          "qk_rope_head_dim": 8, "v_head_dim": 10}  # fmt: skip
+OTHERS |= {kind: {**SIZES, **LATENT} for kind in ("youtu", "minicpm3")}
 
 
 def save_other(kind: str, folder: Path, **changes: Any) -> Path:

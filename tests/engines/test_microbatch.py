@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, replace
@@ -105,6 +106,32 @@ def test_shares_hold_every_row_once_and_pairs_together(pairs: bool, balanced: bo
         assert max(loads) - min(loads) <= int(batch.length_B.max())
     with pytest.raises(ValueError, match="2 rows cannot be shared by 3 data-parallel ranks"):
         shares(random_batch(rows=2), Cutting(rows=1), place(dp_size=3))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_rows_without_a_token_fill_every_rank_and_no_sequence(seed: int) -> None:
+    """A batch grown to the number of ranks: each has a row, packs keep their borders, routers see no token of what was added."""
+    draw = random.Random(seed)
+    rows, ranks = draw.randint(1, 3), draw.choice([2, 4, 7])
+    batch = random_batch(rows=rows, seed=seed)
+    grown = batch.pad_to(max(rows, ranks), batch.ids_BT.shape[1])
+    cutting = Cutting(
+        rows=draw.randint(1, 4), max_tokens=draw.choice([None, 20]), packed=draw.random() < 0.5, cost=RowCost(draw.choice([0.0, 0.1]))
+    )
+    parallel = place(dp_size=ranks, cp_size=draw.choice([1, 2]))
+    parts = shares(grown, cutting, parallel)
+    assert sorted(sum(parts, [])) == list(range(len(grown))) and all(parts)
+    seen = 0
+    for part in parts:
+        for piece in micro_batches(grown.rows(part), cutting, parallel):
+            sequence_BT = piece.sequence_BT()
+            for number, row in enumerate(part[r] for r in piece.numbers):
+                assert torch.equal(piece.ids_BT[sequence_BT == number], grown.ids_BT[row, : int(grown.length_B[row])])
+            seen += int((sequence_BT >= 0).sum())
+            if piece.borders is not None:
+                assert all(a < b for a, b in itertools.pairwise(piece.borders)), "kernels take no empty sequence"
+    assert seen == batch.num_tokens
 
 
 def test_a_short_sequence_is_padded_to_what_ranks_can_split() -> None:

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on the loopback: the few calls that `datasets` makes to load data files, answered from memory."""
+"""A Hugging Face hub on the loopback: the few calls that load data files or files of a model, answered from memory; and its cache."""
 
 from __future__ import annotations
 
@@ -8,15 +8,29 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
+def cached_model(cache: Path, name: str, files: Mapping[str, bytes], *, revision: str = "main", sha: str = SHA) -> Path:
+    """A folder of the hub's cache as a download of `files` leaves it (links to blobs apart); the snapshot."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repo / "snapshots" / sha
+    for folder in (snapshot, repo / "refs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / revision).write_text(sha)
+    for path, content in files.items():
+        (snapshot / path).write_bytes(content)
+    return snapshot
+
+
 @contextmanager
-def loopback_hub(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple[str, list[str]]]:
-    """(endpoint, requests seen so far) of a hub that holds data sets: name -> path -> content."""
+def loopback_hub(repos: Mapping[str, Mapping[str, bytes]], kind: str = "datasets") -> Iterator[tuple[str, list[str]]]:
+    """(endpoint, requests seen so far) of a hub that holds data sets (or `kind="models"`): name -> path -> content."""
     seen: list[str] = []
+    front = "" if kind == "models" else f"/{kind}"
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -36,11 +50,11 @@ def loopback_hub(repos: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple[str
             seen.append(f"{self.command} {self.path}")
             path = unquote(urlsplit(self.path).path)
             for name, files in repos.items():
-                if path.startswith(f"/datasets/{name}/resolve/"):
-                    self._file(files, path.removeprefix(f"/datasets/{name}/resolve/").partition("/")[2])
+                if path.startswith(f"{front}/{name}/resolve/"):
+                    self._file(files, path.removeprefix(f"{front}/{name}/resolve/").partition("/")[2])
                     return
-                if path == f"/api/datasets/{name}" or path.startswith(f"/api/datasets/{name}/"):
-                    self._api(name, files, path.removeprefix(f"/api/datasets/{name}").strip("/"), body)
+                if path == f"/api/{kind}/{name}" or path.startswith(f"/api/{kind}/{name}/"):
+                    self._api(name, files, path.removeprefix(f"/api/{kind}/{name}").strip("/"), body)
                     return
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 

@@ -68,3 +68,30 @@ def test_a_token_costs_the_experts_that_it_goes_through() -> None:
     assert row_cost({**own, "num_experts_per_tok": 3}) == row_cost({**own, "intermediate_size": 384})
     chosen = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     assert row_cost({**own, **chosen}) == row_cost({**own, "intermediate_size": 160})
+
+
+@pytest.mark.parametrize("kind", ["minicpm3", "youtu", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "longcat_flash"])
+def test_latent_attention_has_a_cost_in_every_family_that_transformers_has(kind: str) -> None:
+    from transformers import AutoConfig
+
+    full = AutoConfig.for_model(kind).to_dict()
+    assert full["kv_lora_rank"], "or the family is not one of these"
+    assert 0 < row_cost(full).quadratic < 1
+    bare = {"model_type": kind, "kv_lora_rank": full["kv_lora_rank"]}
+    assert 0 < row_cost(bare).quadratic < 1
+
+
+def test_a_dense_layer_with_latent_attention_costs_its_feed_forward_network() -> None:
+    latent = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+    }
+    dense = row_cost({**latent, "v_head_dim": 10, "intermediate_size": 96})
+    attention = 24 * (64 + 4 * 20) + 64 * (16 + 8) + 16 * 4 * (12 + 10) + 4 * 10 * 64
+    assert dense.quadratic == pytest.approx(4 * (20 + 10) / 2 / (attention + 3 * 64 * 96))
+    mixture = {"moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_shared_experts": 1, "intermediate_size": 1000}
+    assert row_cost({**latent, "v_head_dim": 10, **mixture}) == dense

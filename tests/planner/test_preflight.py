@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
-from rlmca.config import ConfigError, Environment, make_config
+from rlmca.config import ConfigError, Environment, ModelConfig, make_config
 from rlmca.planner import dry_run, preflight_errors
+from rlmca.run.commands import run_eval, run_export, run_generate
+from rlmca.transfer.source import ModelNotFound, resolve_model
+from tests.helpers.hub import cached_model
 from tests.helpers.models import make_model, save_model
 from tests.planner.test_dry_run import cfg, values
 
@@ -151,3 +155,34 @@ def test_what_latent_attention_does_not_have_is_said_before_a_run(values: dict[s
     assert any("stage grpo of deepseek_v3: replies of such models are not in this version" in error for error in errors)
     errors = preflight_errors(cfg({**latent, "tensor_model_parallel_size": 8, "sequence_parallel": True}), 8)
     assert any("num_attention_heads is 4 and does not split over 8 ranks" in error for error in errors)
+
+
+@pytest.mark.parametrize("use_mca", [True, False])
+def test_a_model_folder_that_holds_an_adapter_is_refused_by_all_commands(use_mca: bool, values: dict[str, Any], tmp_path: Path) -> None:
+    """Transformers would load the adapter with the model, unasked, and only where Transformers loads it."""
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    for stage in ({}, {"stage": "grpo", "rewards": "exact"}):
+        (error,) = preflight_errors(make_config({**values, **stage}, env=Environment(use_mca=use_mca)), 1)
+        assert "holds an adapter beside the model (adapter_config.json): move it to a folder of its own" in error
+    commands = {"eval": {"rewards": "exact"}, "generate": {}, "export": {"export_dir": str(tmp_path / "exported")}}
+    for command, keys in commands.items():
+        started = make_config({**values, **keys}, env=Environment(use_mca=use_mca), command=command)
+        with pytest.raises(ModelNotFound, match="holds an adapter beside the model"):
+            {"eval": run_eval, "generate": run_generate, "export": run_export}[command](started)
+
+
+def test_the_hub_may_hold_an_adapter_beside_a_model_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    options = ModelConfig(model_name_or_path="some/model", cache_dir=str(tmp_path))
+    snapshot = cached_model(tmp_path, "some/model", {"config.json": b"{}"})
+    assert resolve_model("some/model", options) == snapshot
+    (snapshot / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="holds an adapter beside the model"):
+        resolve_model("some/model", options)
+
+
+def test_an_adapter_is_not_written_beside_its_model(values: dict[str, Any]) -> None:
+    own = {**values, "output_dir": values["model_name_or_path"], "overwrite_output_dir": True}
+    assert preflight_errors(cfg(own), 1) == []
+    (error,) = preflight_errors(cfg({**own, "finetuning_type": "lora"}), 1)
+    assert "is the model's own folder, and an adapter beside it would change it; name another folder" in error

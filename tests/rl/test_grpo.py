@@ -143,3 +143,10 @@ def test_half_precision_runs(key: str, dtype: torch.dtype, gap: float, project: 
     lines = log_lines(output)
     assert lines[0]["logp_gap_max"] < gap
     assert [line.get("loss_scale") for line in lines] == [65536.0 if key == "fp16" else None] * 2
+
+
+def test_rewards_that_are_never_valid_end_the_run_at_the_first_rollout(project: Path, tmp_path: Path) -> None:
+    (project / "nothing.py").write_text("def nothing(samples):\n    return [None for _ in samples]\n")
+    rewards = [{"name": str(project / "nothing.py") + ":nothing"}]
+    printed = " ".join(run("train", grpo_options(project, tmp_path / "run", rewards=rewards), status=2).split())
+    assert "rewards: none of the 16 replies of step 1 has a valid score from nothing" in printed and "Traceback" not in printed

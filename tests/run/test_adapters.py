@@ -113,6 +113,26 @@ def test_an_adapter_has_its_own_base_as_reference(project: Path, tmp_path: Path)
 
 @pytest.mark.serial
 @pytest.mark.parametrize("use_mca", [True, False])
+def test_an_adapter_that_is_trained_further_has_its_start_as_reference(use_mca: bool, project: Path, trained: Path, tmp_path: Path) -> None:
+    """GRPO: also after a break, when the policy has moved on."""
+    own = {
+        "finetuning_type": "lora",
+        "adapter_name_or_path": str(trained),
+        "learning_rate": 2e-2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    values = grpo_options(project, tmp_path / "grpo", **own, kl_coef=0.1, mini_batch_size=4, max_steps=3)
+    rank_pool(1).run(run_stage, values, use_mca)
+    lines = log_lines(tmp_path / "grpo")
+    assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] > 1e-4
+    again = {**values, "output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "grpo" / "checkpoint-2")}
+    rank_pool(1).run(run_stage, again, use_mca)
+    assert log_lines(tmp_path / "again")[-1]["kl"] == lines[-1]["kl"]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("use_mca", [True, False])
 def test_a_reference_of_its_own_gets_no_adapter_of_the_policy(use_mca: bool, project: Path, trained: Path, tmp_path: Path) -> None:
     """The policy starts as the base with an adapter merged, the reference is that merged model: they are one model."""
     own = {"finetuning_type": "lora", "adapter_name_or_path": str(trained), "create_new_adapter": True, "ref_model": str(trained / "hf")}
@@ -165,6 +185,7 @@ def planned(values: dict[str, Any], *, use_mca: bool = True) -> list[str]:
         ({"finetuning_type": "freeze", "freeze_trainable_modules": "mpl"}, "mpl is no part of a layer; write all, or some of"),
         ({"finetuning_type": "freeze", "freeze_extra_modules": "head"}, "there are embed_tokens, norm"),
         ({"finetuning_type": "freeze", "freeze_trainable_layers": 0}, "freeze_trainable_layers: 0 trains nothing"),
+        ({"finetuning_type": "freeze", "freeze_trainable_modules": []}, "freeze_trainable_modules is empty and trains nothing"),
         ({"lora_dropout": 1.0}, "must be below 1"),
         ({"lora_rank": 0}, "at least 1"),
     ],
