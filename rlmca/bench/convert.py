@@ -101,6 +101,8 @@ def _print(rows: dict[str, dict[str, float]], made: dict[str, Any], options: Con
         cells = (f"{row['seconds']:.2f}", f"{row['mb_per_second']:.0f}", f"{row['over_cp']:.2f}", f"{row['over_safetensors']:.2f}")
         table.add_row(name, *cells, "" if name == CP else f"{row['memory_mb']:.0f}")
     console().print(table)
+    if not 0.8 < made["params"] / options.params < 1.25:
+        console().print(f"the smallest model of this shape has more than params={options.params:g}", markup=False)
     console().print("memory: the most that the process had beyond what its imports took; without --fast with digests and checksums")
 
 
