@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from rlmca.cli.convert import convert_command
 from rlmca.transfer.convert import execute
 from rlmca.transfer.convert.base import ConvertError
+from rlmca.transfer.convert.hf import HFSource, HFTarget
 from rlmca.transfer.convert.manifest import MANIFEST, check_manifest
 from rlmca.transfer.convert.partial import Partial
 from rlmca.transfer.convert.run import ConvertOptions, convert
@@ -431,3 +432,16 @@ def test_files_that_the_manifest_does_not_name_are_said(hf_folders: dict[str, Pa
     save_file({"x": torch.ones(1)}, tmp_path / "out" / "model-2.safetensors")
     with pytest.raises(ConvertError, match=r"does not name: model-2.safetensors"):
         check_manifest(tmp_path / "out")
+
+
+def test_a_plan_that_loses_or_lacks_elements_is_refused(hf_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = HFSource(hf_folders["llama"])
+    items = HFTarget(source.tensors).items
+    execute.check_plan(items, source)
+    with pytest.raises(ConvertError, match=f"nothing would be made of {items[3].name}"):
+        execute.check_plan([*items[:3], *items[4:]], source)
+    parts = HFSource.parts
+    for times in (0, 2):
+        monkeypatch.setattr(HFSource, "parts", lambda self, name, times=times: times * list(parts(self, name) or ()))
+        with pytest.raises(ConvertError, match=f"{items[0].name}: .* elements are to come"):
+            execute.check_plan(items, source)

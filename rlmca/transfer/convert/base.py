@@ -97,6 +97,45 @@ class Source(Protocol):
         ...
 
 
+class Around:
+    """A source that is another one but for what a subclass changes."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def format(self) -> Format:
+        """See `Source`."""
+        return self._source.format
+
+    @property
+    def path(self) -> Path:
+        """See `Source`."""
+        return self._source.path
+
+    @property
+    def layout(self) -> ModelLayout:
+        """See `Source`."""
+        return self._source.layout
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See `Source`."""
+        return self._source.tensors
+
+    def parts(self, name: str) -> Sequence[Part] | None:
+        """See `Source`."""
+        return self._source.parts(name)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """See `Source`."""
+        return self._source.read(name, box)
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._source.close()
+
+
 class Item(NamedTuple):
     """A tensor to write: `copies` fill it from Hugging Face tensors, and what they do not cover is zero (padding).
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmca.layouts import ModelLayout
 from rlmca.layouts.boxes import Box, Shape
-from rlmca.transfer.convert.base import ConvertError, Format, Part, Slot, Source, Stored
+from rlmca.transfer.convert.base import Around, ConvertError, Part, Slot, Source
 from rlmca.transfer.convert.execute import read_hf, read_tensor
 from rlmca.transfer.convert.storage import Files
 from rlmca.transfer.merged import Merge
@@ -71,37 +70,18 @@ class BlockScaled:
         self._files.close()
 
 
-class MergedSource:
+class MergedSource(Around):
     """A source with adapters merged into it."""
 
     def __init__(self, source: Source, adapters: Sequence[Path]) -> None:
         shapes: dict[str, Shape] = {name: stored.shape for name, stored in source.tensors.items()}
         self._merge = Merge(source.path, source.layout.hf_config, shapes, adapters)
-        self._source, self._files = source, Files()
-
-    @property
-    def format(self) -> Format:
-        """See `Source`."""
-        return self._source.format
-
-    @property
-    def path(self) -> Path:
-        """See `Source`."""
-        return self._source.path
-
-    @property
-    def layout(self) -> ModelLayout:
-        """See `Source`."""
-        return self._source.layout
-
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """See `Source`."""
-        return self._source.tensors
+        super().__init__(source)
+        self._files = Files()
 
     def parts(self, name: str) -> Sequence[Part] | None:
         """See `Source`."""
-        return None if self._merge.touches(name) else self._source.parts(name)
+        return None if self._merge.touches(name) else super().parts(name)
 
     def read(self, name: str, box: Box) -> Tensor:
         """See `Source`."""
@@ -112,4 +92,4 @@ class MergedSource:
         """See `Source`."""
         self._merge.close()
         self._files.close()
-        self._source.close()
+        super().close()

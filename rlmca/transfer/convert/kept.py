@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
-from rlmca.layouts import ModelLayout
-from rlmca.layouts.boxes import Box
-from rlmca.transfer.convert.base import ConvertError, Format, Item, Part, Slot, Source, Stored, Target
+from rlmca.transfer.convert.base import Around, ConvertError, Item, Part, Slot, Source, Stored, Target
 from rlmca.transfer.convert.execute import whole
 from rlmca.transfer.convert.hf import HFTarget
 
@@ -39,38 +35,21 @@ class WithKept:
         self._target.finish(folder, crc32)
 
 
-class KeptSource:
+class KeptSource(Around):
     """A source and the kept tensors beside it, given with their places."""
 
     def __init__(self, source: Source, kept: Mapping[str, Slot]) -> None:
         if alien := [name for name in kept if not name.startswith(source.layout.megatron.kept or ("\0",))]:
             raise ConvertError(f"{source.path}: no part of the model: {', '.join(alien[:8])} in {KEPT}")
-        self._source, self._kept = source, kept
-        self.tensors = {**source.tensors, **{name: Stored(slot.shape, slot.dtype) for name, slot in sorted(kept.items())}}
+        super().__init__(source)
+        self._kept = kept
+        self._tensors = {**source.tensors, **{name: Stored(slot.shape, slot.dtype) for name, slot in sorted(kept.items())}}
 
     @property
-    def format(self) -> Format:
+    def tensors(self) -> Mapping[str, Stored]:
         """See `Source`."""
-        return self._source.format
-
-    @property
-    def path(self) -> Path:
-        """See `Source`."""
-        return self._source.path
-
-    @property
-    def layout(self) -> ModelLayout:
-        """See `Source`."""
-        return self._source.layout
+        return self._tensors
 
     def parts(self, name: str) -> Sequence[Part] | None:
         """See `Source`."""
-        return whole(self._kept[name]) if name in self._kept else self._source.parts(name)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """See `Source`."""
-        return self._source.read(name, box)
-
-    def close(self) -> None:
-        """See `Source`."""
-        self._source.close()
+        return whole(self._kept[name]) if name in self._kept else super().parts(name)

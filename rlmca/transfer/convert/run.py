@@ -179,7 +179,7 @@ def _execute(made: Plan, options: ConvertOptions, watcher: Watcher) -> Summary:
         if options.verify:
             watcher.begin("reading back", 2 * total)
             verify(items, made.source, partial.folder, sums, options.threads, watcher.advance)
-        _side_files(made, options, partial.folder)
+        _side_files(made, partial.folder)
         if not options.fast:
             write_manifest(partial.folder, options.source, items, sums)
         if options.synced:
@@ -246,7 +246,7 @@ def _target(source: Source, options: ConvertOptions, to: Format, dtypes: Mapping
     return WithKept(made, kept) if kept else made
 
 
-def _side_files(made: Plan, options: ConvertOptions, folder: Path) -> None:
+def _side_files(made: Plan, folder: Path) -> None:
     copy_side_files(made.source.path, folder)
     trained = made.source.layout.hf_tensors().keys() - made.source.layout.hf_buffers()
     kinds = {made.dtypes[name] for name in trained}
