@@ -1,10 +1,15 @@
-"""What every test gets: a fixed seed, hypothesis without chance, and `--whole` for whole sweeps."""
+"""What every test gets: a fixed seed, hypothesis without chance, and `--whole` for whole sweeps.
+
+Without `--whole`, a serial test (it starts processes) runs a sample of its cases, drawn by `--test-seed` from the test's
+name: two cores would need hours for all of them. A test that is named with its case always runs.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import hypothesis
@@ -12,6 +17,9 @@ import pytest
 
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("whole", derandomize=True, deadline=None, max_examples=300)
+
+SERIAL_CASES = 3
+"""Cases of one serial test that run without `--whole`; `@pytest.mark.cases(n)` on the test gives another number."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,16 +35,34 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     names = ("PYTHONHASHSEED", "OMP_NUM_THREADS")
     environment = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in names)
-    return f"rlmca: --test-seed={config.getoption('--test-seed')}, whole={config.getoption('--whole')}, {environment}"
+    seed, whole = config.getoption("--test-seed"), config.getoption("--whole")
+    shown = "all cases" if whole else f"at most {SERIAL_CASES} cases of a serial test, drawn by the seed (--whole: all)"
+    return f"rlmca: --test-seed={seed}, whole={whole}, {environment}; {shown}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--whole"):
         return
-    sweeps = [item for item in items if item.get_closest_marker("whole")]
+    sweeps = {item for item in items if item.get_closest_marker("whole")}
+    sweeps |= _beyond_the_sample([item for item in items if item not in sweeps], config.getoption("--test-seed"))
     if sweeps:
-        config.hook.pytest_deselected(items=sweeps)
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=[item for item in items if item in sweeps])
+        items[:] = [item for item in items if item not in sweeps]
+
+
+def _beyond_the_sample(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """The cases of serial tests that are left to the whole run."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("serial"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left: set[pytest.Item] = set()
+    for name, found in cases.items():
+        marker = found[0].get_closest_marker("cases")
+        limit = int(marker.args[0]) if marker else SERIAL_CASES
+        if len(found) > limit:
+            left |= set(found) - set(random.Random(f"{seed} {name}").sample(found, limit))
+    return left
 
 
 @pytest.fixture

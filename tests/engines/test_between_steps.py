@@ -49,6 +49,7 @@ def readings_on_rank(folder: Path, layout: Layout, checkpoint: Path) -> list[dic
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "layout",
     [

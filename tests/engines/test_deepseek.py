@@ -65,6 +65,7 @@ def test_long_rows_equal_transformers(layout: Layout, tmp_path: Path) -> None:
     assert_same_numbers(ours, hf_reference(make_model("deepseek_v3"), random_batch()))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", [Layout("ep2", dp=2, ep=2), Layout("tp2_sp_etp1", tp=2, sp=True, etp=1)], ids=lambda layout: layout.name)
 def test_ten_steps_equal_a_plain_loop(layout: Layout, tmp_path: Path) -> None:
     folder = save_model("deepseek_v3", tmp_path)
@@ -75,6 +76,7 @@ def test_ten_steps_equal_a_plain_loop(layout: Layout, tmp_path: Path) -> None:
         assert abs(mine["grad_norm"] - expected["grad_norm"]) < 1e-3 * max(1.0, expected["grad_norm"]), f"step {step}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dense", [1, 2], ids=["experts_on_both_stages", "none_on_the_first"])
 def test_resume_is_the_run_without_a_break(dense: int, tmp_path: Path) -> None:
     folder = save_model("deepseek_v3", tmp_path / "model", first_k_dense_replace=dense)
@@ -132,6 +134,7 @@ def test_a_folder_comes_back_bit_by_bit(layout: Layout, tmp_path: Path) -> None:
         assert after[name].dtype == tensor.dtype and torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [(Layout("one"), torch.bfloat16), (Layout("one"), torch.float16), (EVERYWHERE, torch.bfloat16)],

@@ -123,6 +123,7 @@ def test_weights_come_back_bit_by_bit(family: str, layout: Layout, models: dict[
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [*(("qwen3_moe", layout) for layout in named("ep2", "tp2_sp_etp1")), *(("qwen2_moe", layout) for layout in named("tp2_sp"))],
@@ -137,6 +138,7 @@ def test_ten_steps_equal_a_plain_loop(family: str, layout: Layout, models: dict[
         assert abs(mine["grad_norm"] - expected["grad_norm"]) < 1e-3 * max(1.0, expected["grad_norm"]), f"step {step}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", named("ep2", "etp2_ep2"), ids=lambda layout: layout.name)
 def test_resume_is_the_run_without_a_break(layout: Layout, models: dict[str, Path], tmp_path: Path) -> None:
     for rank in rank_pool(layout.world).run(resume_on_rank, models["qwen3_moe"], layout, tmp_path / "checkpoint"):

@@ -143,6 +143,7 @@ def name_of(layout: Any) -> str:
 SAMPLE = ("tp1", "tp2_sp", "dp2", f"{HF}_dp2")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(layout, id=name_of(layout), marks=[] if name_of(layout) in SAMPLE else pytest.mark.whole) for layout in HASTY_LAYOUTS],

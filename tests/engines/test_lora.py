@@ -190,6 +190,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("family", "layout"), TRAINED, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_training_equals_a_plain_loop(family: str, layout: Layout, folders: dict[str, Any], tmp_path: Path) -> None:
     """From drawn adapters on: losses, the norm that gradients are clipped by, merged weights, what PEFT reads back."""
@@ -221,6 +222,7 @@ def test_training_equals_a_plain_loop(family: str, layout: Layout, folders: dict
     assert (ours["logp_BT"] - ours["base_BT"]).abs().max() > 1e-3
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.serial
 @pytest.mark.parametrize(("layout", "family"), CASES)
 def test_loss_gradients_and_log_probs_equal_transformers(

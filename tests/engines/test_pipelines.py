@@ -67,6 +67,7 @@ def test_chunks_change_no_number(
     assert_same_numbers(ours, theirs)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[9], Layout("cp2", cp=2)], ids=lambda layout: layout.name)
 def test_resume_is_the_run_without_a_break(layout: Layout, models: dict[str, Path], tmp_path: Path) -> None:
     found = rank_pool(layout.world).run(resume_on_rank, models["qwen3_tied"], layout, tmp_path / "checkpoint")

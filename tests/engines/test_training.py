@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("qwen3_tied", tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
 def test_twenty_steps_equal_a_plain_loop(layout: Layout, folder: Path) -> None:
     rows = 7 if layout.dp > 1 else 8

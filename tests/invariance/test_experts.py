@@ -81,6 +81,7 @@ def test_a_float32_island_in_transformers_is_seen(family: str, island: str, numb
     assert not size.within(EXACT) and size.within(CLOSE)
 
 
+@pytest.mark.cases(6)
 def test_layout_computes_the_same(
     layout: Layout, family: str, models: dict[str, Path], numbers_of_one_process: Callable[..., Numbers], report: Report
 ) -> None:

@@ -110,6 +110,7 @@ def cases() -> list[Any]:
     return [(*pair, SHAPES[number % 3], (None, 0.6)[number % 2]) for number, pair in enumerate(pairs)]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.serial
 @needs_triton
 @pytest.mark.parametrize(("dtype", "columns", "shape", "temperature"), cases())
@@ -126,6 +127,7 @@ def test_statistics_equal_log_sum_exp_and_entropy(
     assert torch.equal(top_R, found[0]) and torch.equal(total_R, found[1]) and not weighted_R.any()
 
 
+@pytest.mark.cases(8)
 @pytest.mark.serial
 @needs_triton
 @pytest.mark.parametrize("entropy", [True, False])
