@@ -17,7 +17,7 @@ from rlmca.config import ConfigError, Environment, RunConfig, load_config
 LATER = ("plan", "chat", "serve", "board")
 USAGE = """rlmca-cli COMMAND ...
 
-  train x.yaml [key=value ...]      train (stages sft and grpo); --dry_run prints the plan alone
+  train x.yaml [key=value ...]      train (stages pt, sft and grpo); --dry_run prints the plan alone
   eval x.yaml [key=value ...]       score a data set with the reward functions
   generate x.yaml [key=value ...]   write replies to a data set
   export x.yaml [key=value ...]     write a Hugging Face folder

@@ -51,6 +51,10 @@ def _runner(cfg: RunConfig, command: str) -> Runner:
         from rlmca.rl import grpo
 
         return grpo.run
+    if cfg.stage == "pt":
+        from rlmca.supervised import pt
+
+        return pt.run
     from rlmca.supervised import sft
 
     return sft.run

@@ -12,9 +12,9 @@ from rlmca.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A step is an optimiser step of stage sft, or a rollout of stage grpo.
+    """A step is an optimiser step of stages pt and sft, or a rollout of stage grpo.
 
-    `global_batch` counts rows (sft; packs with packing) or prompts (grpo) of a step, `samples` the sequences that are trained on in a step.
+    `global_batch` counts rows (pt, sft; packs with packing) or prompts (grpo) of a step, `samples` the sequences that it trains on.
     """
 
     num_rows: int
@@ -82,7 +82,7 @@ def layout_errors(cfg: RunConfig, world_size: int) -> list[str]:
 
 
 def batch_plan(cfg: RunConfig, world_size: int, num_rows: int) -> BatchPlan:
-    """The batches of a run over `num_rows` rows (sft with packing: packs; grpo: prompts) on `world_size` processes.
+    """The batches of a run over `num_rows` rows (with packing: packs; grpo: prompts) on `world_size` processes.
 
     An epoch has floor(rows / global batch) steps; the remaining rows go into the next epoch's order, none is lost.
     ConfigError names both numbers when the run would make no optimiser step, or a mini-batch leaves a rank without a sequence.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlmca.config.schema import RunConfig
+from rlmca.config.schema import ROW_STAGES, RunConfig
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -23,7 +23,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     most = cfg.train.max_tokens_per_microbatch
     if most is None:
         return
-    if cfg.stage == "sft":
+    if cfg.stage in ROW_STAGES:
         longest, keys = cfg.data.cutoff_len, ["cutoff_len"]
         written = f"cutoff_len {longest}"
     else:
@@ -44,7 +44,7 @@ def notes(cfg: RunConfig) -> Iterator[str]:
             "packing: without flash_attn: fa2 or fa3 attention of the Hugging Face engine still does the work of a whole packed row "
             "for each row in it: keep micro-batches small"
         )
-    by_tokens = cfg.train.max_tokens_per_microbatch is not None or (cfg.data.packs and cfg.stage == "sft")
+    by_tokens = cfg.train.max_tokens_per_microbatch is not None or (cfg.data.packs and cfg.stage in ROW_STAGES)
     if by_tokens and "per_device_eval_batch_size" in cfg.given:
         yield "per_device_eval_batch_size: how many rows an evaluation reads at once; tokens decide its micro-batches"
     if cfg.stage == "grpo" and cfg.train.max_tokens_per_microbatch is not None and "per_device_train_batch_size" in cfg.given:
@@ -68,7 +68,7 @@ def _multiples(cfg: RunConfig) -> Iterator[Finding]:
     split = [f"2 x context_parallel_size {m.context_parallel_size}"] if m.context_parallel_size > 1 else []
     split += [f"tensor_model_parallel_size {m.tensor_model_parallel_size} (sequence_parallel)"] if m.sequence_parallel else []
     sizes = {"max_tokens_per_microbatch": cfg.train.max_tokens_per_microbatch}
-    if cfg.data.packs and cfg.stage == "sft":
+    if cfg.data.packs and cfg.stage in ROW_STAGES:
         sizes["cutoff_len"] = cfg.data.cutoff_len
     for name, size in sizes.items():
         if size is not None and size % multiple:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlmca.config import batch_checks, engine_checks, expert_checks, finetuning_checks, rollout_checks
+from rlmca.config import batch_checks, data_checks, engine_checks, expert_checks, finetuning_checks, rollout_checks
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.process_checks import process_findings
@@ -18,7 +18,7 @@ from rlmca.config.train import MIN_LR_SCHEDULERS, TrainConfig
 
 Finding = tuple[tuple[str, ...], str]
 
-SFT_ONLY = ("gradient_accumulation_steps", "cutoff_len", "train_on_prompt", "mask_history", "val_size")
+SFT_ONLY = ("gradient_accumulation_steps", "cutoff_len", "train_on_prompt", "mask_history", "val_size", *data_checks.KEYS)
 GRPO_ONLY = (*(name for name, key in keys().items() if key.section == "rl"), "ref_model")
 GENERATION_ONLY = tuple(name for name, key in keys().items() if key.section in ("generation", "rewards", "rollout"))
 EXPORT_ONLY = ("export_dir", "export_legacy_format")
@@ -34,6 +34,7 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
     yield from engine_checks.findings(cfg, command)
     yield from finetuning_checks.findings(cfg, command)
     yield from _data(cfg)
+    yield from data_checks.findings(cfg, command)
     yield from _training(cfg)
     if command == "train":
         yield from batch_checks.findings(cfg)
@@ -63,7 +64,10 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
             if name in given:
                 yield f"{name} has no effect: {reason}"
 
-    if cfg.stage == "sft":
+    yield from data_checks.notes(cfg)
+    if cfg.stage == "pt":
+        yield from idle(GENERATION_ONLY, "stage pt writes no replies; eval and generate use it")
+    elif cfg.stage == "sft":
         if cfg.rewards.rewards and cfg.data.eval_dataset:
             yield from idle(("do_sample", "temperature", "top_p", "top_k"), "evaluations of stage sft score the most likely reply")
         else:
@@ -159,16 +163,16 @@ def _scheduler(train: TrainConfig) -> Iterator[Finding]:
 
 def _evaluation(cfg: RunConfig) -> Iterator[Finding]:
     train, given = cfg.train, cfg.given
-    sources = bool(cfg.data.eval_dataset or (cfg.data.val_size and cfg.stage == "sft"))
+    sources = bool(cfg.data.eval_dataset or (cfg.data.val_size and cfg.stage != "grpo"))
     if (train.eval_strategy != "no" or train.do_eval) and not sources:
         key = "eval_strategy" if train.eval_strategy != "no" else "do_eval"
         yield (
             (key, "eval_dataset", "val_size"),
-            f"{key} asks for evaluation, but there is no eval_dataset" + (" and no val_size" if cfg.stage == "sft" else ""),
+            f"{key} asks for evaluation, but there is no eval_dataset" + (" and no val_size" if cfg.stage != "grpo" else ""),
         )
     if "eval_steps" in given and "eval_strategy" not in given:
         yield ("eval_steps", "eval_strategy"), "eval_steps is given, but eval_strategy is no by default: write eval_strategy: steps"
-    metric = "loss" if cfg.stage == "sft" else "accuracy"
+    metric = "accuracy" if cfg.stage == "grpo" else "loss"
     if train.metric_for_best_model not in (None, metric, f"eval_{metric}"):
         yield (
             ("metric_for_best_model", "stage"),
@@ -183,7 +187,9 @@ def _evaluation(cfg: RunConfig) -> Iterator[Finding]:
         yield ("stop_metric", "stop_value"), f"stop_metric: {train.stop_metric} needs stop_value"
     if train.stop_metric and not train.stop_metric.startswith("eval_"):
         yield ("stop_metric",), f"stop_metric: {train.stop_metric} is no evaluation metric; write eval_{train.stop_metric}"
-    if train.stop_metric == "eval_accuracy" and not cfg.rewards.rewards:
+    if train.stop_metric == "eval_accuracy" and cfg.stage == "pt":
+        yield ("stop_metric", "stage"), "stop_metric: eval_accuracy needs replies, and stage pt writes none; write eval_loss"
+    elif train.stop_metric == "eval_accuracy" and not cfg.rewards.rewards:
         yield ("stop_metric", "rewards"), "stop_metric: eval_accuracy needs rewards to score replies with"
     if not train.do_train:
         yield ("do_train",), "do_train: false leaves nothing to do for train; use rlmca-cli eval"
@@ -204,10 +210,10 @@ def _evaluation(cfg: RunConfig) -> Iterator[Finding]:
 
 def _stage(cfg: RunConfig) -> Iterator[Finding]:
     given = cfg.given
-    if cfg.stage == "sft":
+    if cfg.stage != "grpo":
         for name in GRPO_ONLY:
             if name in given:
-                yield ("stage", name), f"{name} belongs to stage grpo, and stage is sft: leave it out"
+                yield ("stage", name), f"{name} belongs to stage grpo, and stage is {cfg.stage}: leave it out"
         return
     for name, reason in GRPO_REFUSES.items():
         if name in given:

@@ -132,6 +132,11 @@ def _resume(value: Any) -> str | None:
     return _to_str(value)
 
 
+def _numbers(value: Any) -> list[float]:
+    parts = value if isinstance(value, list) else [value] if isinstance(value, (int, float)) else _to_list(value, True)
+    return [_to_float(part) for part in parts]
+
+
 def _engine_name(value: Any) -> str:
     return "local" if value == "torch" else _to_str(value)
 
@@ -232,6 +237,7 @@ _SPECIAL: dict[str, Callable[[Any], Any]] = {
     "report_to": _tracker_list,
     "resume_from_checkpoint": _resume,
     "rollout_engine": _engine_name,
+    "interleave_probs": _numbers,
     "rewards": _rewards,
     "sglang": _options(SglangOptions),
     "sglang_base_urls": _urls,

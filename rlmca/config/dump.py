@@ -24,7 +24,7 @@ class _Dumper(yaml.SafeDumper):
 
 def to_yaml(cfg: RunConfig) -> str:
     """YAML that loads back to an equal configuration (secrets apart); keys of the other stage and of other engines are left out."""
-    skipped = set(checks.GRPO_ONLY if cfg.stage == "sft" else checks.SFT_ONLY)
+    skipped = set(checks.SFT_ONLY if cfg.stage == "grpo" else checks.GRPO_ONLY)
     if cfg.engine != "megatron":
         skipped |= set(MEGATRON_ONLY)
     if cfg.engine != "huggingface":

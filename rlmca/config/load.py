@@ -106,7 +106,9 @@ def _resolve(cfg: RunConfig) -> RunConfig:
     if train.eval_strategy == "steps" and train.eval_steps is None:
         train = dataclasses.replace(train, eval_steps=train.logging_steps)
     if train.stop_value is not None and not train.stop_metric:
-        train = dataclasses.replace(train, stop_metric="eval_loss" if cfg.stage == "sft" else "eval_accuracy")
+        train = dataclasses.replace(train, stop_metric="eval_accuracy" if cfg.stage == "grpo" else "eval_loss")
+    if cfg.stage == "pt" and data.packing is None and data.neat_packing is None:
+        data = dataclasses.replace(data, packing=True)  # as in LLaMA-Factory
     if data.data_seed is None:
         data = dataclasses.replace(data, data_seed=train.seed)
     if megatron.recompute_granularity == "full" and megatron.recompute_method is None and megatron.recompute_num_layers is None:

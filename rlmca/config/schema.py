@@ -24,7 +24,9 @@ from rlmca.config.rl import RLConfig
 from rlmca.config.rollout import RolloutConfig
 from rlmca.config.train import TrainConfig
 
-_STAGES_LATER = ("pt", "rm", "ppo", "dpo", "kto", "orpo", "simpo")
+ROW_STAGES = ("pt", "sft")
+"""Stages that train on single rows of a data set."""
+_STAGES_LATER = ("rm", "ppo", "dpo", "kto", "orpo", "simpo")
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class StageConfig:
 
     stage: str = option(
         "sft",
-        "Kind of training: sft (supervised) or grpo (reinforcement learning).",
-        choices=("sft", "grpo"),
-        refused={name: f"stage {name}: not in this version; write sft or grpo" for name in _STAGES_LATER},
+        "Kind of training: pt (plain texts), sft (conversations) or grpo (reinforcement learning).",
+        choices=("pt", "sft", "grpo"),
+        refused={name: f"stage {name}: not in this version; write pt, sft or grpo" for name in _STAGES_LATER},
     )
 
 

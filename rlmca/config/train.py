@@ -82,12 +82,14 @@ class TrainConfig:
     eval_steps: int | None = option(None, "Evaluate every so many steps; logging_steps when not set.", at_least=1)
     metric_for_best_model: str | None = option(
         None,
-        "Evaluation metric that names the best checkpoint: loss in stage sft, accuracy in stage grpo.",
+        "Evaluation metric that names the best checkpoint: loss in stages pt and sft, accuracy in stage grpo.",
         choices=("loss", "eval_loss", "accuracy", "eval_accuracy"),
     )
     greater_is_better: bool | None = option(None, "Follows from metric_for_best_model; may only agree with it.")
     stop_value: float | None = option(None, "End the run once an evaluation reaches this value of stop_metric.")
-    stop_metric: str = option("", "Evaluation metric that stop_value speaks of; eval_loss in stage sft, eval_accuracy in stage grpo.")
+    stop_metric: str = option(
+        "", "Evaluation metric that stop_value speaks of; eval_loss in stages pt and sft, eval_accuracy in stage grpo."
+    )
     load_best_model_at_end: bool = option(False, "End with the weights of the checkpoint that evaluated best.")
     report_to: list[str] = option(
         [],

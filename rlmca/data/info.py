@@ -13,7 +13,9 @@ from rlmca.data.errors import DataError
 
 INFO_FILE = "dataset_info.json"
 FORMATS = ("alpaca", "sharegpt", "openai")
-FILE_TYPES = ("json", "jsonl", "csv", "parquet", "arrow")
+FILE_TYPES = ("json", "jsonl", "csv", "parquet", "arrow", "txt")
+TEXT_COLUMN = "text"
+"""The one column of a .txt file, whose rows are its lines."""
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "history": None, "system": None, "tools": None}
 TURN_COLUMNS = {"messages": "conversations", "system": None, "tools": None}
@@ -111,11 +113,10 @@ def default_tags(formatting: str) -> dict[str, str]:
     return dict(OPENAI_TAGS if formatting == "openai" else SHAREGPT_TAGS)
 
 
-def with_formatting(entry: DatasetEntry, formatting: str) -> DatasetEntry:
-    """An entry whose format was only seen from its rows."""
-    return DatasetEntry(
-        name=entry.name, path=entry.path, formatting=formatting, columns=default_columns(formatting), tags=default_tags(formatting)
-    )
+def with_formatting(entry: DatasetEntry, formatting: str, prompt: str | None = None) -> DatasetEntry:
+    """An entry whose format was only seen from its rows; `prompt` is the column of the prompt, where it has another name."""
+    columns = {**default_columns(formatting), **({"prompt": prompt} if prompt else {})}
+    return DatasetEntry(name=entry.name, path=entry.path, formatting=formatting, columns=columns, tags=default_tags(formatting))
 
 
 def read_info(dataset_dir: str | Path) -> dict[str, Any]:
@@ -195,6 +196,9 @@ def parse_entry(name: str, raw: Any, dataset_dir: Path) -> DatasetEntry:
         for key in ("subset", "folder", "split"):
             if raw.get(key) is not None and not (key == "split" and raw[key] == "train"):
                 raise DataError(f"{at}: {key} belongs to hf_hub_url; a local file has none")
+    columns = raw.get("columns")
+    if columns is None and formatting == "alpaca" and path is not None and path.suffix.lower() == ".txt":
+        columns = {"prompt": TEXT_COLUMN}
     return DatasetEntry(
         name=name,
         path=path,
@@ -204,7 +208,7 @@ def parse_entry(name: str, raw: Any, dataset_dir: Path) -> DatasetEntry:
         folder=raw.get("folder"),
         num_samples=num_samples,
         formatting=formatting,
-        columns=_columns(at, raw.get("columns"), formatting),
+        columns=_columns(at, columns, formatting),
         tags=_tags(at, raw.get("tags"), formatting),
     )
 

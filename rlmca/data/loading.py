@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlmca.data.errors import DataError, Dropped
 from rlmca.data.formats import Conversation, convert_rows
-from rlmca.data.info import DatasetEntry, resolve, with_formatting
+from rlmca.data.info import TEXT_COLUMN, DatasetEntry, resolve, with_formatting
 from rlmca.data.options import DataOptions, Hub
 from rlmca.data.reasoning import make_reasoning
 from rlmca.data.sources import read_rows, source_files
@@ -34,11 +34,18 @@ def read_conversations(
     name: str, options: DataOptions, *, need_reply: bool, dropped: Dropped, seed: int, hub: Hub | None
 ) -> tuple[DatasetEntry, list[Conversation], Mapping[str, Any]]:
     """(entry, conversations, first raw row) of one data set, after `num_samples` and `max_samples`."""
+    entry, rows, first = read_records(name, options, seed=seed, hub=hub)
+    return entry, convert_rows(entry, rows, need_reply=need_reply, dropped=dropped), first
+
+
+def read_records(
+    name: str, options: DataOptions, *, seed: int, hub: Hub | None
+) -> tuple[DatasetEntry, list[tuple[int, Any]], Mapping[str, Any]]:
+    """(entry, (position, record) pairs, first raw row) of one data set, after `num_samples` and `max_samples`."""
     entry = resolve([name], options.dataset_dir)[0]
     records = read_rows(entry, hub)
-    first = next((row for row in records if isinstance(row, Mapping)), {})
-    if entry.formatting is None:
-        entry = with_formatting(entry, _seen_formatting(first))
+    first = first_object(records)
+    entry = seen_entry(entry, first)
     rows = list(enumerate(records))
     if entry.num_samples is not None:
         rows = [rows[i] for i in _sample(len(rows), entry.num_samples, seed)]
@@ -46,7 +53,7 @@ def read_conversations(
         if options.max_samples < 1:
             raise DataError(f"max_samples must be at least 1, not {options.max_samples}")
         rows = rows[: options.max_samples]
-    return entry, convert_rows(entry, rows, need_reply=need_reply, dropped=dropped), first
+    return entry, rows, first
 
 
 def nothing_left(entry: DatasetEntry, first: Mapping[str, Any], dropped: Dropped) -> DataError:
@@ -62,10 +69,21 @@ def report(entry: DatasetEntry, kept: int, dropped: Dropped, extra: str = "") ->
     return f"{text}, {len(dropped)} dropped: {dropped.describe()}" if len(dropped) else text
 
 
-def _seen_formatting(first: Mapping[str, Any]) -> str:
+def first_object(records: Iterable[Any]) -> Mapping[str, Any]:
+    """The first record that is an object; {} when there is none."""
+    return next((row for row in records if isinstance(row, Mapping)), {})
+
+
+def seen_entry(entry: DatasetEntry, first: Mapping[str, Any]) -> DatasetEntry:
+    """The entry with its format; that of a set given as a path is seen from its first row."""
+    if entry.formatting is not None:
+        return entry
     if "messages" in first:
-        return "openai"
-    return "sharegpt" if "conversations" in first else "alpaca"
+        return with_formatting(entry, "openai")
+    if "conversations" in first:
+        return with_formatting(entry, "sharegpt")
+    plain = TEXT_COLUMN in first and "instruction" not in first
+    return with_formatting(entry, "alpaca", TEXT_COLUMN if plain else None)
 
 
 def _sample(have: int, want: int, seed: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Raw rows of a data set: from files, from the hub, or made on the spot.
+"""Raw rows of a data set: from files, from the hub, or made on the spot; all at once or one after the other.
 
 A record that cannot be read becomes a `BadRow` in its place, so that positions stay the file's own. Records of JSON
 lines end at a line feed and nowhere else: U+2028, U+0085 and their like are text.
@@ -7,14 +7,13 @@ lines end at a line feed and nowhere else: U+2028, U+0085 and their like are tex
 from __future__ import annotations
 
 import csv
-import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlmca.data.errors import BadRow, DataError
-from rlmca.data.info import FILE_TYPES, DatasetEntry
+from rlmca.data.info import FILE_TYPES, TEXT_COLUMN, DatasetEntry
 from rlmca.data.options import Hub
 from rlmca.data.reasoning import reasoning_rows
 
@@ -27,17 +26,25 @@ CSV_FIELD_LIMIT = 1 << 30
 
 def read_rows(entry: DatasetEntry, hub: Hub | None = None) -> list[Raw]:
     """All records of a data set in order. DataError when the source as a whole cannot be read or holds no record."""
-    if entry.procedural is not None:
-        return list(reasoning_rows(entry.procedural))
-    rows = _read_hub(entry, hub or Hub()) if entry.hub is not None else _read_path(entry)
+    rows = list(iter_rows(entry, hub))
     if not rows:
         raise DataError(f"data set {entry.name!r} is empty: {entry.where} holds no row")
     return rows
 
 
-def _read_path(entry: DatasetEntry) -> list[Raw]:
-    assert entry.path is not None
-    return [row for file in source_files(entry.path) for row in read_file(file)]
+def iter_rows(entry: DatasetEntry, hub: Hub | None = None, *, lazy: bool = False) -> Iterator[Raw]:
+    """The same records one after the other; `lazy` fetches those of a hub's set only as they are asked for.
+
+    Of a file no more than a part is held in memory, but for .json, which holds one list. DataError as it comes.
+    """
+    if entry.procedural is not None:
+        yield from reasoning_rows(entry.procedural)
+    elif entry.hub is not None:
+        yield from _read_hub(entry, hub or Hub(), lazy)
+    else:
+        assert entry.path is not None
+        for file in source_files(entry.path):
+            yield from iter_file(file)
 
 
 def source_files(path: Path) -> list[Path]:
@@ -57,16 +64,40 @@ def source_files(path: Path) -> list[Path]:
 
 def read_file(path: Path) -> list[Raw]:
     """The records of one file, by its suffix."""
+    return list(iter_file(path))
+
+
+def iter_file(path: Path) -> Iterator[Raw]:
+    """The records of one file, one after the other."""
     kind = path.suffix.lstrip(".").lower()
     try:
         if kind in ("parquet", "arrow"):
-            return list(_read_arrow(path, kind))
-        data = path.read_bytes().removeprefix(UTF8_BOM)
+            yield from _read_arrow(path, kind)
+        elif kind == "csv":
+            yield from _read_csv(path)
+        elif kind == "json":
+            yield from _read_json(path, path.read_bytes().removeprefix(UTF8_BOM))
+        else:
+            yield from (_json_lines if kind == "jsonl" else _text_lines)(_lines(path))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    if kind == "csv":
-        return list(_read_csv(path, data))
-    return list(_json_lines(data)) if kind == "jsonl" else _read_json(path, data)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines without their end; a line ends at a line feed, with or without a carriage return before it."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            line = line.removeprefix(UTF8_BOM) if number == 0 else line
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _text_lines(lines: Iterable[bytes]) -> Iterator[Raw]:
+    """A line is a row with the one column `text`, as the `text` loader of `datasets` has it."""
+    for line in lines:
+        try:
+            yield {TEXT_COLUMN: line.decode("utf-8")}
+        except UnicodeDecodeError:
+            yield BadRow("not UTF-8")
 
 
 def _read_json(path: Path, data: bytes) -> list[Raw]:
@@ -80,14 +111,14 @@ def _read_json(path: Path, data: bytes) -> list[Raw]:
             return list(whole)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not one whole JSON list in UTF-8: {error}") from None
-    rows = list(_json_lines(data))
+    rows = list(_json_lines(data.split(b"\n")))
     if not any(isinstance(row, dict) for row in rows):
         raise DataError(f"{path} holds neither a JSON list of rows nor one JSON object a line")
     return rows
 
 
-def _json_lines(data: bytes) -> Iterator[Raw]:
-    for line in data.split(b"\n"):
+def _json_lines(lines: Iterable[bytes]) -> Iterator[Raw]:
+    for line in lines:
         if not line.strip():
             continue
         try:
@@ -98,12 +129,14 @@ def _json_lines(data: bytes) -> Iterator[Raw]:
             yield BadRow("broken JSON")
 
 
-def _read_csv(path: Path, data: bytes) -> Iterator[Raw]:
+def _read_csv(path: Path) -> Iterator[Raw]:
     # Undecodable bytes become lone surrogates: the row that holds them is told apart and dropped, the others are kept.
-    text = data.decode("utf-8", errors="surrogateescape")
     before = csv.field_size_limit(CSV_FIELD_LIMIT)
+    file = path.open(encoding="utf-8", errors="surrogateescape", newline="")
     try:
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        if file.read(1) != "\ufeff":
+            file.seek(0)
+        reader = csv.reader(file, strict=True)
         header: list[str] | None = None
         for record in reader:
             if not record:
@@ -122,6 +155,7 @@ def _read_csv(path: Path, data: bytes) -> Iterator[Raw]:
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: {error}; the quotes of a CSV file must be closed") from None
     finally:
+        file.close()
         csv.field_size_limit(before)
 
 
@@ -138,8 +172,12 @@ def _read_arrow(path: Path, kind: str) -> Iterator[Raw]:
             # `datasets` writes the stream format, pyarrow and others the file format, both under one suffix.
             with path.open("rb") as file:
                 is_file_format = file.read(6) == b"ARROW1"
-            opened = pyarrow.ipc.open_file(str(path)) if is_file_format else pyarrow.ipc.open_stream(path.read_bytes())
-            batches = iter(opened.read_all().to_batches())
+            mapped = pyarrow.memory_map(str(path))
+            if is_file_format:
+                opened = pyarrow.ipc.open_file(mapped)
+                batches = map(opened.get_batch, range(opened.num_record_batches))
+            else:
+                batches = iter(pyarrow.ipc.open_stream(mapped))
         for batch in batches:
             names = batch.schema.names
             if len(set(names)) != len(names):
@@ -164,14 +202,14 @@ def _arrow_rows(batch: Any) -> Iterator[Raw]:
             yield BadRow(f"a value out of range ({error})")
 
 
-def _read_hub(entry: DatasetEntry, hub: Hub) -> list[Raw]:
+def _read_hub(entry: DatasetEntry, hub: Hub, lazy: bool) -> Iterator[Raw]:
     import datasets
 
     try:
         loaded = datasets.load_dataset(
-            entry.hub, name=entry.subset, data_dir=entry.folder, split=entry.split, cache_dir=hub.cache_dir, token=hub.token
+            entry.hub, name=entry.subset, data_dir=entry.folder, split=entry.split, cache_dir=hub.cache_dir, token=hub.token, streaming=lazy
         )
-        return [dict(row) for row in loaded]
+        yield from map(dict, loaded)
     except Exception as error:
         subset = f", subset {entry.subset!r}" if entry.subset else ""
         raise DataError(

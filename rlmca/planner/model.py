@@ -54,7 +54,7 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
 
 def writes_replies(cfg: RunConfig) -> bool:
     """Whether a training run has a rollout engine."""
-    return cfg.stage == "grpo" or bool(cfg.rewards.rewards and cfg.data.eval_dataset)
+    return cfg.stage == "grpo" or bool(cfg.stage == "sft" and cfg.rewards.rewards and cfg.data.eval_dataset)
 
 
 def _by_servers(cfg: RunConfig) -> bool:

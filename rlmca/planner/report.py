@@ -57,10 +57,12 @@ def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
 
 def _data_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     counts = count_rows(cfg, read_large=True)
-    lines = [(f"data {name}", "not counted (on the hub)" if count is None else f"{count} rows") for name, count in counts.items()]
+    unit = "texts" if cfg.stage == "pt" else "rows"
+    unknown = "streamed" if cfg.data.streaming else "not counted (on the hub)"
+    lines = [(f"data {name}", unknown if count is None else f"{count} {unit}") for name, count in counts.items()]
     rows = training_rows(cfg, counts)
     if rows is None:
-        return [*lines, ("steps", "known once the data is read")]
+        return [*lines, ("steps", str(cfg.train.max_steps) if cfg.train.max_steps > 0 else "known once the data is read")]
     plan = batch_plan(cfg, world_size, rows)
     budget = micro_batch_tokens(cfg)
     if cfg.stage == "grpo":

@@ -43,7 +43,9 @@ def open_source(cfg: RunConfig) -> Source:
     """Find the files of `model_name_or_path` and read its tokenizer."""
     folder = resolve_model(cfg.model.model_name_or_path, cfg.model)
     tokenizer = load_tokenizer(dataclasses.replace(cfg.model, model_name_or_path=str(folder)))
-    return Source(folder, tokenizer, ChatTemplate(tokenizer, cfg.model.template, cfg.data.enable_thinking, cfg.data.default_system))
+    # Texts are not rendered, so stage pt takes tokenizers without a template too.
+    name = cfg.model.template or ("default" if cfg.stage == "pt" else None)
+    return Source(folder, tokenizer, ChatTemplate(tokenizer, name, cfg.data.enable_thinking, cfg.data.default_system))
 
 
 def sampling_params(cfg: RunConfig, source: Source, *, greedy: bool) -> SamplingParams:

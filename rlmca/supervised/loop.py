@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlmca.algorithms.contract import Loss
-from rlmca.data import Dataset, ShuffledOrder
+from rlmca.data import Dataset, Encoded, ShuffledOrder
+from rlmca.data.streaming import RowStream
 from rlmca.run.session import Session
 from rlmca.run.timing import Stopwatch
 from rlmca.supervised.evaluation import evaluate
@@ -21,15 +22,25 @@ class Supervised:
 
     policy: WorkerGroup
     loss: Loss
-    train: Dataset
+    train: Dataset | None
+    """None: `order` reads the rows itself."""
     evals: Mapping[str, Dataset]
-    order: ShuffledOrder
+    order: ShuffledOrder | RowStream
     eval_rows: int
     """Rows of one evaluation batch over all data-parallel ranks."""
     packs: Sequence[Sequence[int]] | None = None
     """Packing: the rows of each pack, and `order` counts packs."""
     replies: ReplyEvaluation | None = None
     """Scores generated replies besides the loss."""
+
+    def next_batch(self) -> Batch:
+        """The rows of the next step."""
+        if isinstance(self.order, RowStream):
+            return collate(self.order.next_rows())
+        assert self.train is not None
+        _, numbers = self.order.next()
+        rows = numbers if self.packs is None else [row for number in numbers for row in self.packs[number]]
+        return collate([self.train[row] for row in rows])
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Loss on the held-out rows and, where reward functions are given, scores of replies to their prompts."""
@@ -41,9 +52,7 @@ def run_loop(session: Session, parts: Supervised) -> None:
     """All steps from where the session stands; saves and evaluates as the schedule says."""
     for step in session.steps():
         watch = Stopwatch()
-        _, numbers = parts.order.next()
-        rows = numbers if parts.packs is None else [row for number in numbers for row in parts.packs[number]]
-        batch = collate(parts.train, rows)
+        batch = parts.next_batch()
         lr = session.learning_rate(step)
         metrics = parts.policy.train_batch(batch, parts.loss, lr)
         metrics |= {"lr": lr, "time_step": watch.seconds()["time_step"]}
@@ -54,7 +63,6 @@ def run_loop(session: Session, parts: Supervised) -> None:
             session.save(step, parts.policy, parts.order)
 
 
-def collate(rows: Dataset, numbers: Sequence[int]) -> Batch:
-    """The batch of some rows of a data set."""
-    examples = [rows[number] for number in numbers]
+def collate(examples: Sequence[Encoded]) -> Batch:
+    """The batch of some rows."""
     return batch_of_examples([e.ids for e in examples], [e.mask for e in examples])

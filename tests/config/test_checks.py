@@ -91,7 +91,7 @@ def test_one_mistake_gives_one_error() -> None:
     assert errors({**SFT, "sequence_parallel": True, "tensor_model_parallel_size": "two"}) == [
         "tensor_model_parallel_size: 'two' is not a number"
     ]
-    assert errors({**SFT, "stage": "dpo", "rollout_batch_size": 3}) == ["stage dpo: not in this version; write sft or grpo"]
+    assert errors({**SFT, "stage": "dpo", "rollout_batch_size": 3}) == ["stage dpo: not in this version; write pt, sft or grpo"]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,12 @@ bf16: true
 ddp_timeout: 180000000
 resume_from_checkpoint: null
 """
+LLAMA3_PT = (
+    LLAMA3_FULL.replace("stage: sft", "stage: pt")
+    .replace("finetuning_type: full", "finetuning_type: lora\nlora_rank: 8\nlora_target: all")
+    .replace("dataset: identity,alpaca_en_demo\ntemplate: llama3", "dataset: c4_demo\nstreaming: false")
+    .replace("deepspeed: examples/deepspeed/ds_z3_config.json\n", "")
+)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +141,7 @@ resume_from_checkpoint: null
     [
         (QWEN3_MOE, []),
         (LLAMA3_FULL, ["deepspeed"]),
+        (LLAMA3_PT, []),
     ],
 )
 def test_llama_factorys_examples_are_taken_but_for_what_is_refused_by_name(tmp_path: Path, text: str, refused: list[str]) -> None:

@@ -70,7 +70,7 @@ def test_arrow_file_format_and_a_folder_of_files(tmp_path: Path) -> None:
         ("toy.csv", b"a,a\n1,2\n", "names a column twice"),
         ("toy.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
         ("toy.arrow", b"ARROW1 and nothing", "cannot be read as arrow"),
-        ("toy.txt", b"text", "a data file is one of"),
+        ("toy.doc", b"text", "a data file is one of"),
     ],
 )
 def test_unreadable_files_are_errors_that_name_the_file(tmp_path: Path, file: str, content: bytes, part: str) -> None:

@@ -21,6 +21,9 @@ class Options:
     max_samples: int | None = None
     val_size: float = 0.0
     eval_on_each_dataset: bool = False
+    mix_strategy: str = "concat"
+    interleave_probs: list[float] = field(default_factory=list)
+    preprocessing_batch_size: int = 1000
 
 
 def write_set(folder: Path, content: bytes | list[Any], *, name: str = "toy", file: str = "toy.jsonl", **entry: Any) -> Options:

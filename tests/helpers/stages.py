@@ -12,13 +12,13 @@ PLAIN = {"USE_MCA": "0"}
 
 
 def run_stage(values: dict[str, Any], use_mca: bool) -> dict[str, float]:
-    """Results of stage sft or grpo; for a rank pool of one process, so that no process group is left in the caller."""
+    """Results of stage pt, sft or grpo; for a rank pool of one process, so that no process group is left in the caller."""
     from rlmca.config import Environment, make_config
     from rlmca.rl import grpo
-    from rlmca.supervised import sft
+    from rlmca.supervised import pt, sft
 
     cfg = make_config(values, env=Environment(use_mca=use_mca))
-    return (grpo if cfg.stage == "grpo" else sft).run(cfg)
+    return {"grpo": grpo, "pt": pt, "sft": sft}[cfg.stage].run(cfg)
 
 
 def recorded_samples(path: Path) -> list[Sample]:

@@ -107,18 +107,10 @@ OTHER_BACKENDS: Mapping[str, Foreign] = {
     **refuse("extra_config", "has another name here", "write additional_configs"),
 }
 DATA: Mapping[str, Foreign] = {
-    **refuse("streaming", f"streamed data sets are {_LATER}", "write max_samples to read less"),
-    **refuse("mix_strategy", f"interleaving is {_LATER}", "write concat", "concat"),
-    **refuse("interleave_probs", f"interleaving is {_LATER}"),
     **refuse("tool_format", f"tool calls are {_LATER}"),
     **refuse("preserve_thinking", f"{_LATER}; thoughts follow the tokenizer's chat template"),
-    **refuse("tokenized_path", f"saving tokenised data is {_LATER}"),
     **always("ignore_pad_token_for_loss", "padding is never trained on", "write true"),
-    **no_effect("overwrite_cache", "sources are read anew in every run"),
-    **no_effect("preprocessing_num_workers", "each process tokenises the rows by itself"),
-    **no_effect("buffer_size", "belongs to streaming"),
-    **no_effect("preprocessing_batch_size", "rows are tokenised as they come"),
-    **no_effect("data_shared_file_system", "every process reads the data by itself"),
+    **no_effect("preprocessing_num_workers", "one process tokenises, with as many threads as the tokenizer's library takes"),
     **refuse("eval_num_beams", f"beam search is {_LATER}", "write 1", 1),
 }
 GENERATION: Mapping[str, Foreign] = {
