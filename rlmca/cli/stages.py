@@ -66,6 +66,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from rlmca.engines.freeze import FreezeError
     from rlmca.layouts import LayoutError, UnsupportedField
     from rlmca.layouts.adapters import UnknownTarget
+    from rlmca.rewards import RewardError
     from rlmca.rewards.user import BadReward
     from rlmca.rollout.base import RolloutError
     from rlmca.run.checkpoint import CheckpointError
@@ -87,6 +88,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
         HFFolderError,
         ModelNotFound,
         BadReward,
+        RewardError,
         RolloutError,
         WorkerError,
     )

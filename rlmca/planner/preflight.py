@@ -9,7 +9,7 @@ from rlmca.parallel.platform import quiet_megatron
 from rlmca.planner.model import model_errors, writes_replies
 from rlmca.planner.parameters import read_hf_config
 from rlmca.planner.rows import count_rows, training_rows
-from rlmca.rewards import build_rewards
+from rlmca.rewards import rewards_of
 from rlmca.rollout.sglang.environment import resolve_engine
 from rlmca.run.lr import LearningRate
 from rlmca.transfer.source import local_folder
@@ -70,7 +70,7 @@ def _schedule_errors(cfg: RunConfig) -> list[str]:
 
 def _reward_errors(cfg: RunConfig) -> list[str]:
     try:
-        build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout).close()
+        rewards_of(cfg.rewards, cfg.generation.max_new_tokens).close()
     except ValueError as error:
         return [f"rewards: {error}"]
     return []

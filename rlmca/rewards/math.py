@@ -75,17 +75,25 @@ def compare_plainly(gold: str, found: str | None) -> bool | None:
 def extract_answer(text: str) -> str | None:
     r"""The final answer in a text: the last complete \boxed{...} (braces may nest), else what follows the last
     `####`, else what follows the last "answer is"; None without any of them."""
+    box = last_box(text)
+    if box is not None:
+        return box
+    _, mark, rest = text.rpartition("####")
+    if mark:
+        return _bare(rest.strip().split("\n", 1)[0])
+    found = _ANSWER_IS.findall(text)
+    return _bare(found[-1]) if found else None
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...}, None without any."""
     limit = len(text)
     for match in reversed(list(_BOX.finditer(text))):
         content = _braced(text, match.end(), limit)
         if content is not None:
             return _bare(content)
         limit = match.start()  # what is open from here to the end holds any earlier one open too
-    _, mark, rest = text.rpartition("####")
-    if mark:
-        return _bare(rest.strip().split("\n", 1)[0])
-    found = _ANSWER_IS.findall(text)
-    return _bare(found[-1]) if found else None
+    return None
 
 
 def _braced(text: str, start: int, limit: int) -> str | None:

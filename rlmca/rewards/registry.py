@@ -12,11 +12,28 @@ from types import MappingProxyType
 from typing import Any
 
 from rlmca.rewards.base import Reward
+from rlmca.rewards.choice import ChoiceOptions, choice
+from rlmca.rewards.code import CodeOptions, code_reward
 from rlmca.rewards.exact import ExactOptions, exact
 from rlmca.rewards.format import FormatOptions, format_reward
+from rlmca.rewards.hybrid import HybridOptions, hybrid
+from rlmca.rewards.json_reward import JsonOptions, json_reward
+from rlmca.rewards.judge import JudgeOptions, judge
 from rlmca.rewards.math import MathOptions, math_reward
 from rlmca.rewards.pool import CheckPool
 from rlmca.rewards.reasoning_gym import ReasoningGymOptions, reasoning_gym_reward
+from rlmca.rewards.shape import (
+    LengthBonusOptions,
+    LengthOptions,
+    OverlongOptions,
+    RepetitionOptions,
+    ThinkOptions,
+    length,
+    length_bonus,
+    overlong,
+    repetition,
+    think,
+)
 from rlmca.rewards.user import user_reward
 
 
@@ -29,14 +46,40 @@ class Entry:
     module: str | None = None
 
 
+def _hybrid(options: HybridOptions, pool: CheckPool) -> Reward:
+    return hybrid(options, pool, build_reward, read_options("judge", JudgeOptions, options.judge))
+
+
 REGISTRY: Mapping[str, Entry] = MappingProxyType(
     {
         "exact": Entry(exact, ExactOptions),
-        "format": Entry(format_reward, FormatOptions),
+        "choice": Entry(choice, ChoiceOptions),
         "math": Entry(math_reward, MathOptions, module="math_verify"),
+        "json": Entry(json_reward, JsonOptions, module="jsonschema"),
+        "code": Entry(code_reward, CodeOptions),
         "reasoning_gym": Entry(reasoning_gym_reward, ReasoningGymOptions, module="reasoning_gym"),
+        "format": Entry(format_reward, FormatOptions),
+        "length": Entry(length, LengthOptions),
+        "length_bonus": Entry(length_bonus, LengthBonusOptions),
+        "overlong": Entry(overlong, OverlongOptions),
+        "repetition": Entry(repetition, RepetitionOptions),
+        "think": Entry(think, ThinkOptions),
+        "judge": Entry(judge, JudgeOptions),
+        "hybrid": Entry(_hybrid, HybridOptions),
     }
 )
+
+
+def modules_of(name: str, options: Mapping[str, Any]) -> list[str]:
+    """What the checking processes of a reward import before they take checks, its rules' included."""
+    rules = options.get("rules") if name == "hybrid" else None
+    found = [entry.module] if (entry := REGISTRY.get(name)) and entry.module else []
+    for rule in rules if isinstance(rules, (list, tuple)) else ():
+        if isinstance(rule, str):
+            found += modules_of(rule, {})
+        elif isinstance(rule, Mapping):
+            found += modules_of(str(rule.get("name")), rule.get("options") or {})
+    return found
 
 
 def build_reward(name: str, options: Mapping[str, Any], pool: CheckPool) -> Reward:
@@ -50,7 +93,11 @@ def build_reward(name: str, options: Mapping[str, Any], pool: CheckPool) -> Rewa
         raise ValueError(
             f"reward {name!r} is unknown; {hint}write one of {', '.join(REGISTRY)}, or path/file.py:function or package.module:function"
         )
-    return entry.make(read_options(name, entry.options, options), pool)
+    made = read_options(name, entry.options, options)
+    try:
+        return entry.make(made, pool)
+    except ValueError as error:  # what only the machine can say: a file, a sandbox, a rule inside
+        raise ValueError(f"reward {name!r}: {error}") from None
 
 
 def read_options(name: str, kind: type, options: Mapping[str, Any]) -> Any:
@@ -71,14 +118,14 @@ def read_options(name: str, kind: type, options: Mapping[str, Any]) -> Any:
 
 
 def _typed(where: str, wanted: Any, value: Any) -> Any:
-    choices = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
-    for choice in choices:
-        if typing.get_origin(choice) is tuple:
-            if isinstance(value, (list, tuple)) and all(isinstance(item, typing.get_args(choice)[0]) for item in value):
+    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple:
+            if isinstance(value, (list, tuple)) and all(isinstance(item, typing.get_args(kind)[0]) for item in value):
                 return tuple(value)
-        elif choice is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
-        elif isinstance(value, choice) and not (choice is int and isinstance(value, bool)):
+        elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
             return value
-    shown = " or ".join("a list of text" if typing.get_origin(c) is tuple else getattr(c, "__name__", str(c)) for c in choices)
+    shown = " or ".join("a list of text" if typing.get_origin(c) is tuple else getattr(c, "__name__", str(c)) for c in kinds)
     raise ValueError(f"{where}: {value!r} is {type(value).__name__}, it must be {shown.replace('NoneType', 'null')}")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from rlmca.rewards.base import Failure, Reward, Spec, Verdict
 from rlmca.rewards.pool import CheckPool
-from rlmca.rewards.registry import REGISTRY, build_reward
+from rlmca.rewards.registry import build_reward, modules_of
 
 if TYPE_CHECKING:
+    from rlmca.config.rewards import RewardsConfig
     from rlmca.types import Sample
 
 log = logging.getLogger(__name__)
@@ -89,13 +90,15 @@ class RewardSet:
         return verdicts
 
     def _value(self, name: str, verdict: Verdict, failed: Counter[str]) -> float | None:
-        if isinstance(verdict, float):
-            return verdict
+        if isinstance(verdict, (int, float)):
+            if math.isfinite(verdict):
+                return float(verdict)
+            verdict = Failure("error", f"the score is {verdict}")
         if verdict is None:
             verdict = Failure("error", "the function returned None")
         failed[verdict.kind] += 1
         if self.strict and verdict.kind == "error":
-            raise RewardError(f"reward {name}: {verdict.cause}\n{verdict.detail}")
+            raise RewardError(f"reward {name}: {verdict.cause}; reward_strict ends the run at the first invalid score\n{verdict.detail}")
         if (name, verdict.cause) not in self._logged:
             self._logged.add((name, verdict.cause))
             fate = "the score is invalid and left out" if verdict.kind == "error" else "the score is 0"
@@ -103,12 +106,19 @@ class RewardSet:
         return None if verdict.kind == "error" else 0.0
 
 
-def build_rewards(specs: Sequence[Spec], workers: int = 2, timeout: float = 5.0, *, strict: bool = False) -> RewardSet:
-    """The rewards of a run; nothing is started yet.
+def rewards_of(cfg: RewardsConfig, max_new_tokens: int) -> RewardSet:
+    """The rewards of a run as its configuration says."""
+    return build_rewards(cfg.rewards, cfg.reward_workers, cfg.reward_timeout, strict=cfg.reward_strict, max_new_tokens=max_new_tokens)
+
+
+def build_rewards(
+    specs: Sequence[Spec], workers: int = 2, timeout: float = 5.0, *, strict: bool = False, max_new_tokens: int | None = None
+) -> RewardSet:
+    """The rewards of a run; no process is left running by this.
 
     workers, timeout: processes of the pool for checks that may hang, seconds for each check. Two rewards of
-    one name get columns `name` and `name_2`. Raises ValueError for an unknown name or option, a weight that
-    is not finite, or weights that are all zero.
+    one name get columns `name` and `name_2`. max_new_tokens: the `max_tokens` of `overlong` where it says none. Raises
+    ValueError for an unknown name or option, a weight that is not finite, or weights that are all zero.
     """
     if not specs:
         raise ValueError("there is no reward; write for example rewards: [{name: exact}]")
@@ -117,12 +127,14 @@ def build_rewards(specs: Sequence[Spec], workers: int = 2, timeout: float = 5.0,
             raise ValueError(f"reward {spec.name!r}: weight {spec.weight} must be a finite number")
     if not any(spec.weight for spec in specs):
         raise ValueError("all reward weights are 0, so no sample would have a reward; give one a weight")
-    modules = [entry.module for spec in specs if (entry := REGISTRY.get(spec.name)) and entry.module]
-    pool = CheckPool(workers, timeout, modules)
+    pool = CheckPool(workers, timeout, list(dict.fromkeys(module for spec in specs for module in modules_of(spec.name, spec.options))))
     parts: list[Part] = []
     for spec in specs:
         column = spec.name.rpartition(":")[2]
         taken = {part.name for part in parts}
         number = next(n for n in range(1, len(specs) + 1) if (column if n == 1 else f"{column}_{n}") not in taken)
-        parts.append(Part(column if number == 1 else f"{column}_{number}", float(spec.weight), build_reward(spec.name, spec.options, pool)))
+        options = dict(spec.options)
+        if spec.name == "overlong" and max_new_tokens is not None:
+            options = {"max_tokens": max_new_tokens, "buffer": max(1, max_new_tokens // 5), **options}
+        parts.append(Part(column if number == 1 else f"{column}_{number}", float(spec.weight), build_reward(spec.name, options, pool)))
     return RewardSet(parts, pool, strict=strict)

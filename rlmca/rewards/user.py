@@ -91,11 +91,11 @@ def user_reward(name: str, options: Mapping[str, Any]) -> Reward:
         if not samples:
             return []
         if inspect.iscoroutinefunction(function):
-            return _run(together(samples))
+            return run_async(together(samples))
         try:
             value = function(list(samples), **options)
             if inspect.isawaitable(value):
-                value = _run(_awaited(value))
+                value = run_async(_awaited(value))
         except Exception as error:
             if len(samples) == 1:
                 return [Failure.of(error)]
@@ -109,7 +109,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The coroutine's result, also when the calling thread runs an event loop already."""
     try:
         asyncio.get_running_loop()

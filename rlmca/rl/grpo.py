@@ -9,7 +9,7 @@ import time
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts
 from rlmca.planner import check_model
-from rlmca.rewards import build_rewards
+from rlmca.rewards import rewards_of
 from rlmca.rl.loop import Roles, run_loop
 from rlmca.rl.update import AtItsStart, Reference, policy_options
 from rlmca.run.evaluate import evaluate_policy
@@ -25,7 +25,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
     policy_options(cfg)  # contradictory options are refused before anything is loaded
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(contextlib.closing(start_ranks(cfg)))
-        rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+        rewards = rewards_of(cfg.rewards, cfg.generation.max_new_tokens)
         stack.callback(rewards.close)
         parallel = ranks.loop
         source = open_source(cfg)

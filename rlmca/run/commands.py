@@ -24,7 +24,7 @@ from rlmca.layouts.families import family_of
 from rlmca.observe.console import console as run_console
 from rlmca.observe.console import note
 from rlmca.observe.jsonl import dumps, write_atomically
-from rlmca.rewards import build_rewards
+from rlmca.rewards import rewards_of
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.run.evaluate import sample_all, summarise
 from rlmca.run.output import write_results
@@ -63,7 +63,7 @@ def run_eval(cfg: RunConfig, *, console: Console | None = None) -> dict[str, flo
     """
     sampled = cfg.generation.do_sample and "do_sample" in cfg.given
     try:
-        built = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+        built = rewards_of(cfg.rewards, cfg.generation.max_new_tokens)
     except ValueError as error:
         raise CommandError(f"rewards: {error}") from None
     with built as rewards:

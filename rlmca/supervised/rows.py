@@ -23,7 +23,7 @@ from rlmca.data.streaming import RowStream
 from rlmca.data.supervised import load_evals
 from rlmca.parallel.groups import Parallel
 from rlmca.planner import check_model
-from rlmca.rewards import build_rewards
+from rlmca.rewards import rewards_of
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.session import Session
 from rlmca.run.source import Source, open_source
@@ -69,7 +69,7 @@ def run_rows(cfg: RunConfig, make_encoder: MakeEncoder) -> dict[str, float]:
         if cfg.stage == "sft" and cfg.rewards.rewards and cfg.data.eval_dataset:
             longest = cfg.generation.max_prompt_len
             prompts = load_prompts(cfg.data, source.template, longest, cfg.data.eval_dataset, say(parallel), seed=data_seed, hub=hub)
-            rewards = build_rewards(cfg.rewards.rewards, cfg.rewards.reward_workers, cfg.rewards.reward_timeout)
+            rewards = rewards_of(cfg.rewards, cfg.generation.max_new_tokens)
             replies = stack.enter_context(contextlib.closing(ReplyEvaluation(cfg, source, parallel, prompts, rewards)))
         parts = Supervised(
             policy=policy,

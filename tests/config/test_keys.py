@@ -118,7 +118,7 @@ def test_what_comes_later_is_refused_by_name(key: str, value: Any, words: str) -
         ("policy_loss", "gspo", "gspo: not in this version"),
         ("kl_estimator", "k1", "gradient is not that of the KL"),
         ("kl_in", "reward", "not in this version"),
-        ("rewards", "judge", "reward judge: not in this version"),
+        ("rewards", "critic", "reward critic: not in this version"),
         ("gradient_accumulation_steps", 1, "stage grpo derives it"),
     ],
 )

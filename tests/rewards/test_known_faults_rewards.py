@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rlmca.algorithms import assign_advantages
 from rlmca.config import RewardSpec
 from rlmca.rewards import REGISTRY, RewardError, RewardSet, build_rewards
 from rlmca.types import Sample, batch_of_samples
+from tests.rewards.judge_server import serving
 
 THIRD = r"So it is \boxed{\frac{1}{3}}."
 HANGS = r"\boxed{9^{9^{9^{9}}}}"
@@ -111,6 +112,10 @@ def test_e1_close_ends_a_pool_that_is_busy() -> None:
 # --- scores computed but not returned, or spread over the batch
 
 
+def words(text: str, count: int) -> str:
+    return " ".join(text + str(i) for i in range(count))
+
+
 def cases() -> dict[str, tuple[Sequence[Sample], list[float | None]]]:
     """(right, wrong, unparsable, no ground truth) for every registered reward, with the scores they must get."""
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
@@ -129,14 +134,43 @@ def cases() -> dict[str, tuple[Sequence[Sample], list[float | None]]]:
             [sample(r, reasoning_gym=source) for r in (entry["answer"], "x" + "1" * 9, "")] + [sample(entry["answer"])],
             [1, 0, 0, None],
         ),
+        "choice": ([sample("answer is B", answer="B"), sample("A", answer="B"), sample("", answer="B"), sample("B")], [1, 0, 0, None]),
+        "json": ([sample(r, answer=a) for r, a in (("[1]", "[1.0]"), ("2", "1"), ("{", "1"))] + [sample("1")], [1, 0, 0, None]),
+        "code": (
+            [sample(f"print({r})", tests=[{"output": 7}]) for r in ("7", "8", "(")] + [sample("print(7)")],
+            [1, 0, 0, None],
+        ),
+        "length": ([sample("x" * 20), sample("x" * 19), sample(""), sample("x" * 900)], [0.5, -0.5, -0.5, -0.5]),
+        "length_bonus": ([sample("x" * 1000), sample("x" * 10), sample(""), sample("x" * 2000)], [1, 0.01, 0, 1]),
+        "think": ([sample("x" * 20 + "</think>"), sample("x</think>"), sample(""), sample("x" * 20)], [1.25, -0.25, -0.75, -0.75]),
+        "repetition": ([sample(words("a", 9)), sample("a " * 9), sample(""), sample("a b")], [0, -0.5, 0, 0]),
+        "overlong": ([Sample([1], [5] * n, [-1.0] * n, [0] * n, "stop") for n in (6, 8, 10, 99)], [0, -0.5, -1, -1]),
+        "judge": (
+            [sample("mark=10"), sample("mark=0"), sample("none"), sample("mark=5 fail=400:9")],
+            [1, 0, None, None],
+        ),
+        "hybrid": ([sample("7", answer="7"), sample("8", answer="7"), sample("none"), sample("mark=5")], [1, 0, None, 0.5]),
     }
+
+
+@pytest.fixture(scope="module")
+def judge_options() -> Iterator[dict[str, Any]]:
+    with serving() as server:
+        yield {"base_url": server.url, "model": "m", "retries": 1, "backoff": 0.01}
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize("name", REGISTRY)
-def test_e3_every_registered_reward_returns_its_own_scores(name: str) -> None:
+def test_e3_every_registered_reward_returns_its_own_scores(name: str, judge_options: dict[str, Any]) -> None:
     samples, want = cases()[name]
-    with build_rewards([RewardSpec(name)], timeout=30) as rewards:
+    options: dict[str, dict[str, Any]] = {
+        "json": {"equals_answer": True},
+        "code": {"timeout": 30.0},
+        "overlong": {"max_tokens": 10, "buffer": 4},
+        "judge": judge_options,
+        "hybrid": {"rules": ["exact"], "judge": judge_options},
+    }
+    with build_rewards([RewardSpec(name, options=options.get(name, {}))], timeout=60) as rewards:
         rewards.score(samples)
     assert [s.reward for s in samples] == want
     assert [s.reward_parts for s in samples] == [{name: value} for value in want]

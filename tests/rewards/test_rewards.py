@@ -257,7 +257,7 @@ def tensor(samples):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exct", {}, r"'exct' is unknown; did you mean 'exact'\? write one of exact, format, math, reasoning_gym"),
+        ("exct", {}, r"'exct' is unknown; did you mean 'exact'\? write one of exact, choice, math, json, code, reasoning_gym, "),
         ("exact", {"strip": True}, "'exact' has no option 'strip'"),
         ("format", {"patern": "a"}, r"'format' has no option 'patern'; did you mean 'pattern'\?"),
         ("format", {"pattern": 3}, "option 'pattern': 3 is int, it must be str or null"),
