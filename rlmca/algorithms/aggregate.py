@@ -1,4 +1,4 @@
-"""From per-token losses to one number: the four aggregations and their global denominators.
+"""From per-token values to rows and to one number: sums of rows, the four aggregations, their global denominators.
 
 Shape legend: B rows, T positions, N live tokens.
 """
@@ -25,6 +25,20 @@ def mask_counts(mask_BT: Tensor) -> dict[str, Tensor]:
     return {"tokens": length_B.sum().double(), "sequences": (length_B > 0).sum().double()}
 
 
+def row_sums(value_N: Tensor, mask_BT: Tensor, index_N: Tensor) -> Tensor:
+    """[B] float64 sums of the live tokens' values of each row, differentiable; 0 for a row without one.
+
+    Rows are summed as rows of a matrix, not scattered into their sums: the order of additions is fixed on every device.
+    """
+    flat = value_N.new_zeros(mask_BT.numel()).index_copy(0, index_N, value_N)
+    return flat.view(mask_BT.shape).sum(1, dtype=torch.float64)
+
+
+def to_tokens(value_B: Tensor, mask_BT: Tensor, index_N: Tensor) -> Tensor:
+    """[N]: every live token has the value of its row; differentiable."""
+    return value_B[:, None].expand(mask_BT.shape).reshape(-1).index_select(0, index_N)
+
+
 def token_weights(mask_BT: Tensor, index_N: Tensor, counts: Counts, agg: LossAgg, constant: float | None, like: Tensor) -> Tensor:
     """[N] weights such that the weighted sum of per-token losses over all micro-batches is the aggregate.
 
@@ -36,7 +50,7 @@ def token_weights(mask_BT: Tensor, index_N: Tensor, counts: Counts, agg: LossAgg
         return (1 / counts["tokens"].clamp(min=1)).to(like.dtype).expand(index_N.shape[0])
     sequences = counts["sequences"].clamp(min=1)
     if agg == "seq_mean_token_mean":
-        length_N = mask_BT.sum(1).index_select(0, torch.div(index_N, mask_BT.shape[1], rounding_mode="floor"))
+        length_N = to_tokens(mask_BT.sum(1), mask_BT, index_N)
         return (1 / (length_N.double() * sequences)).to(like.dtype)
     divisor = sequences if constant is None else sequences * constant
     return (1 / divisor).to(like.dtype).expand(index_N.shape[0])

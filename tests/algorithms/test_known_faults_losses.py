@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,22 @@ import torch
 from rlmca.algorithms import (
     PolicyLoss,
     PolicyOptions,
+    RolloutCorrection,
     SftLoss,
     TokenOutputs,
     assign_advantages,
+    at_last_token,
+    discounted_returns,
     finish_of,
+    gae,
     group_advantages,
     kl,
+    leave_one_out,
     policy_loss,
+    reinforce_plus_plus,
     reply_lengths,
     reply_mask,
+    whiten,
 )
 from rlmca.types import Batch, Sample, batch_of_samples
 
@@ -99,6 +107,24 @@ def test_d6_live_log_ratio_of_a_thousand_stays_finite(dtype: torch.dtype, advant
     assert float(metrics["ratio_max"]) == pytest.approx(math.exp(20))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["icepop", "icepop_sequence"])
+@pytest.mark.parametrize("policy", ["grpo", "gspo", "cispo", "reinforce"])
+def test_d6_a_rejected_log_ratio_of_a_thousand_is_as_if_it_were_not_there(policy: Any, kind: Any, dtype: torch.dtype) -> None:
+    """The rejected row leaves loss and gradient of the others as they are alone, but stays in the denominator (two rows)."""
+    logp = torch.tensor([[-1.0, -1.0], [0.0, 0.0]], dtype=dtype, requires_grad=True)
+    old = torch.tensor([[-1.0, -1.25], [0.0, 0.0]], dtype=dtype)
+    rollout = torch.tensor([[-1.0, -1.25], [-1000.0, -1000.0]], dtype=dtype)
+    options: dict[str, Any] = {"kind": policy, "correction": RolloutCorrection(kind), "loss_agg": "seq_mean_token_sum", "clip_high": 0.5}
+    advantages = torch.tensor([1.0, -1.0])
+    loss, metrics = policy_loss(logp, old, advantages, torch.ones(2, 2), rollout_logp=rollout, **options)
+    (grad,) = torch.autograd.grad(loss, logp)
+    alone, _ = policy_loss(logp[:1], old[:1], advantages[:1], torch.ones(1, 2), rollout_logp=rollout[:1], **options)
+    (grad_alone,) = torch.autograd.grad(alone, logp)
+    assert torch.equal(loss, alone / 2) and torch.equal(grad, grad_alone / 2) and grad.isfinite().all() and grad[0].any()
+    assert float(metrics["correction_rejected"]) == 0.5 and float(metrics["correction_weight"]) == 0.5
+
+
 def test_d6_nan_at_a_live_token_is_reported() -> None:
     logp = torch.tensor([[-1.0, math.nan]], requires_grad=True)
     loss, metrics = policy_loss(logp, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2))
@@ -115,6 +141,24 @@ def test_d4_uneven_groups() -> None:
     got = group_advantages(rewards, groups, std="none").tolist()
     means = {0: 2.5, 1: 5.0, 2: 3.75}
     assert got == [reward - means[group] for reward, group in zip(rewards, groups, strict=True)]
+    middle_equal = group_advantages([1.0, 2, 3, 6, 5, 5, 5, 0, 0, 4, 4], [0] * 4 + [1] * 3 + [2] * 4, std="none").tolist()
+    assert middle_equal == [-2, -1, 0, 3, 0, 0, 0, -2, -2, 2, 2]
+
+
+def test_d4_a_rollout_in_pieces_counts_once() -> None:
+    """Rollout A (three pieces, reward 1) and B (one piece, 0): baseline .5, not the .75 of four rows."""
+    rewards, groups, rollouts = [1.0, 1.0, 1.0, 0.0], [0] * 4, [0, 0, 0, 1]
+    assert group_advantages(rewards, groups, std="none", rollout_ids=rollouts).tolist() == [0.5, 0.5, 0.5, -0.5]
+    assert leave_one_out(rewards, groups, rollout_ids=rollouts).tolist() == [1, 1, 1, -1]
+    scaled = group_advantages([0.0, 1.0, 1.0, 1.0], groups, std="population", eps=0.0, rollout_ids=[9, 4, 4, 4])
+    assert scaled.tolist() == [-1, 1, 1, 1]
+    # rollout numbers start anew in each group, and a piece that is invalid takes no part
+    assert group_advantages([1.0, 0, 5, 7], [0, 0, 1, 1], std="none", rollout_ids=[0, 1, 0, 1]).tolist() == [0.5, -0.5, -1, 1]
+    assert group_advantages([1.0, None, 0.0], [0] * 3, std="none", rollout_ids=[0, 0, 1]).tolist() == [0.5, 0, -0.5]
+    with pytest.raises(ValueError, match="rollout 3 of group 7 have different rewards"):
+        group_advantages([1.0, 0.5], [7, 7], rollout_ids=[3, 3])
+    with pytest.raises(ValueError, match="rollout ids"):
+        group_advantages([1.0, 0.5], [7, 7], rollout_ids=[3])
 
 
 # --- the KL term
@@ -200,6 +244,62 @@ def test_d9_empty_reply_takes_no_part_in_its_group() -> None:
     assert [s.advantage for s in samples] == [0.0, 0.0]
     batch = batch_of_samples(samples)
     assert batch.mask_BT.int().tolist() == [[0, 0, 0], [0, 1, 1]] and batch.advantage_BT is not None and not batch.advantage_BT.any()
+
+
+def test_d9_the_reward_sits_on_the_last_live_token() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
+    placed = at_last_token(torch.tensor([2.0, 3.0, 10.0]), mask)
+    assert placed.tolist() == [[0, 0, 2, 0, 0], [0, 0, 0, 3, 0], [0] * 5]
+    returns, advantages = reinforce_plus_plus([2.0, 3.0, 10.0], mask)
+    assert returns.tolist() == [[0, 2, 2, 0, 0], [3, 3, 0, 3, 0], [0] * 5] and not advantages[2].any()
+
+
+# --- the clamp of a sequence's ratio
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_r9_a_mean_log_ratio_of_a_thousand_is_clamped(kind: Any, advantage: float, dtype: torch.dtype) -> None:
+    """Finite loss and gradient; the other row's gradient is what it is beside an ordinary row."""
+    logp = torch.tensor([[-1.0, -1.25], [-1.0, -1.0]], dtype=dtype)
+    old = torch.tensor([[-1.25, -1.0], [-1001.0, -1001.0]], dtype=dtype)
+    advantages = torch.tensor([1.0, advantage])
+    grads = []
+    for baseline in (old, old.clamp(min=-1.25)):
+        leaf = logp.clone().requires_grad_()
+        loss, metrics = policy_loss(leaf, baseline, advantages, torch.ones(2, 2), kind=kind)
+        loss.backward()
+        assert loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
+        grads.append(leaf.grad)
+        if baseline is old:
+            assert float(metrics["ratio_max"]) == pytest.approx(math.exp(20)) and not leaf.grad[1].any()
+    assert torch.equal(grads[0][0], grads[1][0]) and grads[0][0].any()
+
+
+# --- a mask that an estimator swallows
+
+ESTIMATORS: dict[str, Any] = {
+    "population": lambda r, m: group_advantages(r[:, -1], [0, 0, 0, 0], std="population", valid=m.any(1)),
+    "sample": lambda r, m: group_advantages(r[:, -1], [0, 0, 0, 0], std="sample", valid=m.any(1)),
+    "dr_grpo": lambda r, m: group_advantages(r[:, -1], [0, 0, 0, 0], std="none", valid=m.any(1)),
+    "rloo": lambda r, m: leave_one_out(r[:, -1], [0, 0, 0, 0], valid=m.any(1)),
+    "gae": lambda r, m: gae(r, r / 2, m, gamma=0.9, lam=0.9)[0],
+    "returns": lambda r, m: discounted_returns(r, m, gamma=0.9),
+    "reinforce_plus_plus": lambda r, m: reinforce_plus_plus(r[:, -1], m, kl=r, kl_coef=0.1)[1],
+    "reinforce_plus_plus_baseline": lambda r, m: reinforce_plus_plus(r[:, -1], m, group_ids=[0, 0, 0, 0])[1],
+    "whiten": lambda r, m: whiten(r, m),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_r10_the_reward_of_a_masked_row_changes_no_other_advantage(name: str) -> None:
+    rewards = torch.tensor([[0.5, 1.0, 2.0], [0.0, 0.0, 0.0], [0.25, 0.5, -1.0], [1.0, 0.0, 3.0]])
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 0], [0, 1, 1]]).bool()
+    spoilt = rewards.clone()
+    spoilt[1] = 1e6
+    clean, dirty = (ESTIMATORS[name](r, mask) for r in (rewards, spoilt))
+    assert torch.equal(clean, dirty) and clean[0].any() and not clean[1].any()
 
 
 def test_masked_reward_changes_no_other_advantage() -> None:

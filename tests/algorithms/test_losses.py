@@ -5,127 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
-from rlmca.algorithms import Loss, PolicyLoss, PolicyOptions, SftLoss, TokenOutputs, policy_loss
+from rlmca.algorithms import PolicyLoss, PolicyOptions, RolloutCorrection, SftLoss, TokenOutputs, policy_loss
 from rlmca.types import Batch
-
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-
-
-def random_batch(B: int, T: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Batch, Tensor, Tensor]:
-    """(batch, log-probs, entropies) with rows of every kind, one without any live token among them."""
-    g = torch.Generator().manual_seed(seed)
-    length_B = torch.randint(0, T + 1, (B,), generator=g)
-    length_B[seed % B] = 0
-    mask_BT = (torch.arange(T) < length_B[:, None]) & (torch.rand(B, T, generator=g) < 0.8)
-
-    def logp() -> Tensor:
-        return -torch.rand(B, T, generator=g, dtype=dtype) * 2
-
-    batch = Batch(
-        ids_BT=torch.zeros(B, T, dtype=torch.int64),
-        length_B=length_B,
-        mask_BT=mask_BT,
-        old_logp_BT=logp(),
-        ref_logp_BT=logp(),
-        rollout_logp_BT=logp(),
-        advantage_BT=torch.randn(B, T, generator=g, dtype=dtype),
-    )
-    return batch, logp(), -logp()
-
-
-def run(loss: Loss, pieces: list[tuple[Batch, Tensor, Tensor]]) -> tuple[Tensor, list[Tensor], dict[str, float]]:
-    """What an engine does: global counts, then the sum of the pieces' terms; gradients to logp and entropy."""
-    counts: dict[str, Tensor] = {}
-    for batch, _, _ in pieces:
-        for name, value in loss.counts(batch).items():
-            counts[name] = counts.get(name, torch.zeros((), dtype=torch.float64)) + value
-    total, leaves = torch.zeros((), dtype=torch.float64), []
-    metrics: dict[str, tuple[float, float]] = {}
-    for batch, logp, entropy in pieces:
-        logp, entropy = logp.clone().requires_grad_(), entropy.clone().requires_grad_()
-        term, pairs = loss.terms(TokenOutputs(logp, entropy), batch, counts)
-        term.backward()
-        total = total + term.detach()
-        leaves += [logp, entropy]
-        for name, (top, bottom) in pairs.items():
-            have = metrics.get(name, (0.0, 0.0))
-            metrics[name] = (max(have[0], float(top)) if name.endswith("_max") else have[0] + float(top), have[1] + float(bottom))
-    means = {n: top if n.endswith("_max") else top / max(bottom, 1) for n, (top, bottom) in metrics.items()}
-    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    return total, grads, means
-
-
-def losses() -> list[Loss]:
-    made: list[Loss] = [SftLoss()]
-    for agg in AGGREGATIONS:
-        constant = 5.0 if agg.endswith("norm") else None
-        made.append(PolicyLoss(PolicyOptions(loss_agg=agg, loss_agg_constant=constant, kl_coef=0.1, entropy_coef=0.02, dual_clip=2.0)))  # type: ignore[arg-type]
-    return made
-
-
-@given(data=st.data(), seed=st.integers(0, 10**6), which=st.integers(0, 4), B=st.integers(1, 9))
-def test_any_split_into_micro_batches(data: st.DataObject, seed: int, which: int, B: int) -> None:
-    """Loss, gradients and metrics of a batch do not depend on how it is cut, padded with zero-weight rows, or ordered."""
-    T, loss = 6, losses()[which]
-    batch, logp, entropy = random_batch(B, T, seed)
-    whole, (grad, grad_entropy), metrics = run(loss, [(batch, logp, entropy)])
-    order = data.draw(st.permutations(range(B)))
-    cuts = sorted(data.draw(st.sets(st.integers(1, B - 1)))) if B > 1 else []
-    pieces, chosen = [], []
-    for start, stop in zip([0, *cuts], [*cuts, B], strict=True):
-        rows = torch.tensor(order[start:stop])
-        extra = data.draw(st.integers(0, 2))
-        junk = torch.full((extra, T), data.draw(st.sampled_from([0.0, math.inf, math.nan])), dtype=logp.dtype)
-        piece = batch.rows(rows).pad_to(len(rows) + extra, T)
-        pieces.append((piece, torch.cat([logp[rows], junk]), torch.cat([entropy[rows], junk])))
-        chosen.append(rows)
-    total, grads, split_metrics = run(loss, pieces)
-    torch.testing.assert_close(total, whole, rtol=0, atol=1e-10)
-    for k, rows in enumerate(chosen):
-        n = len(rows)
-        torch.testing.assert_close(grads[2 * k][:n], grad[rows], rtol=0, atol=1e-10)
-        torch.testing.assert_close(grads[2 * k + 1][:n], grad_entropy[rows], rtol=0, atol=1e-10)
-        assert not grads[2 * k][n:].any() and not grads[2 * k + 1][n:].any()
-    assert split_metrics == pytest.approx(metrics, abs=1e-10)
-
-
-@given(seed=st.integers(0, 10**6), which=st.integers(0, 4), junk=st.sampled_from([math.inf, -math.inf, math.nan, 0.0, 1e30]))
-def test_masked_positions_hold_anything(seed: int, which: int, junk: float) -> None:
-    loss = losses()[which]
-    batch, logp, entropy = random_batch(4, 5, seed)
-    clean = run(loss, [(batch, logp, entropy)])
-    dead = ~batch.mask_BT
-    spoilt = batch.replace(**{n: v.masked_fill(dead, junk) for n, v in batch.tensors() if n.endswith("_BT") and v.is_floating_point()})
-    dirty = run(loss, [(spoilt, logp.masked_fill(dead, junk), entropy.masked_fill(dead, junk))])
-    assert torch.equal(clean[0], dirty[0])
-    assert all(torch.equal(a, b) for a, b in zip(clean[1], dirty[1], strict=True))
-    assert clean[2] == dirty[2]
-
-
-@pytest.mark.parametrize("loss", losses())
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-def test_non_finite_live_token_reaches_loss_and_gradient(loss: Loss, junk: float) -> None:
-    batch, logp, entropy = random_batch(4, 5, 3)
-    at = batch.mask_BT.nonzero()[1].tolist()
-    logp[at[0], at[1]] = junk
-    total, (grad, _), metrics = run(loss, [(batch, logp, entropy)])
-    assert not total.isfinite() and not grad.norm().isfinite()
-    if isinstance(loss, PolicyLoss):
-        assert metrics["nonfinite"] == pytest.approx(1 / int(batch.mask_BT.sum()))
-
-
-def test_non_finite_old_logp_advantage_and_reference_are_seen_too() -> None:
-    batch, logp, entropy = random_batch(4, 5, 3)
-    loss = PolicyLoss(PolicyOptions(kl_coef=0.1))
-    first_live = torch.arange(20).view(4, 5) == batch.mask_BT.view(-1).nonzero()[0]
-    for name in ("old_logp_BT", "advantage_BT", "ref_logp_BT"):
-        value = getattr(batch, name).masked_fill(first_live, math.nan)
-        total, (grad, _), _ = run(loss, [(batch.replace(**{name: value}), logp, entropy)])
-        assert not total.isfinite() and not grad.norm().isfinite(), name
+from tests.algorithms.pieces import random_batch, run
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -138,7 +21,7 @@ def test_arithmetic_is_at_least_fp32(dtype: torch.dtype) -> None:
     want, _ = policy_loss(logp.detach().double(), args[0].double(), args[1].double(), args[2], loss_agg="token_mean")
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert logp.grad is not None and logp.grad.dtype == dtype and logp.grad.isfinite().all()
-    assert float(loss) == pytest.approx(float(want), abs=1e-6)
+    assert loss.item() == pytest.approx(want.item(), abs=1e-6)
 
 
 def test_first_update_has_ratio_exactly_one() -> None:
@@ -163,6 +46,8 @@ def test_metrics_by_hand() -> None:
         "loss": -1.9 / 4, "policy_loss": -1.9 / 4, "ratio": 3.5 / 4, "ratio_max": 1.5, "clip_fraction": 0.5, "clip_fraction_low": 0.25,
         "clip_fraction_high": 0.25, "approx_kl": float(live.square().mean()) / 2, "logp_gap": 0.1, "logp_gap_max": 0.3, "entropy": 2.5,
         "kl_k1": float(live.mean()), "kl": float((torch.exp(-live) + live - 1).mean()), "nonfinite": 0.0,
+        "correction_ratio": (math.exp(-0.1) + math.exp(0.3) + 2) / 4, "correction_ratio_max": math.exp(0.3), "correction_capped": 0.0,
+        "correction_rejected": 0.0,
     }  # fmt: skip
     assert {name: float(value) for name, value in m.items()} == pytest.approx(want)
 
@@ -194,7 +79,21 @@ def test_entropy_bonus_and_sft_by_hand() -> None:
         ({"loss_agg": "seq_mean_token_sum_norm"}, "needs a positive loss_agg_constant"),
         ({"loss_agg": "token_mean", "loss_agg_constant": 5.0}, "no meaning with loss_agg token_mean"),
         ({"loss_agg": "mean"}, "'mean' is unknown"),
-        ({"kind": "cispo"}, "'cispo' is unknown; write one of ppo, grpo"),
+        ({"kind": "gpo"}, "'gpo' is unknown; write one of ppo, grpo, cispo, gspo, gspo_token, reinforce"),
+        ({"kind": "cispo", "clip_low": 0.2}, "clip_low 0.2 has no meaning with policy loss cispo; write cispo_floor"),
+        ({"kind": "cispo", "cispo_cap": 5.0, "clip_high": 0.2}, "two upper bounds of one ratio"),
+        ({"kind": "cispo", "cispo_cap": 0.0}, "must be positive"),
+        (
+            {"kind": "cispo", "cispo_cap": 1.5, "cispo_floor": 2.0},
+            "cispo_floor 2.0 must lie between 0 and the upper bound of the ratio, 1.5",
+        ),
+        ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip 3.0 has no meaning with policy loss cispo"),
+        ({"kind": "gspo", "cispo_cap": 5.0}, "cispo_cap 5.0 has no meaning with policy loss gspo"),
+        ({"kind": "reinforce", "clip_low": 0.2}, "clip_low 0.2 has no meaning with policy loss reinforce"),
+        ({"kind": "reinforce", "clip_high": 0.2}, "clip_high 0.2 has no meaning with policy loss reinforce"),
+        ({"kind": "reinforce", "dual_clip": 3.0}, "dual_clip 3.0 has no meaning with policy loss reinforce"),
+        ({"kind": "reinforce", "kl_coef": 0.1}, "put the KL into the reward or write 0"),
+        ({"old_logp": "rollout", "correction": RolloutCorrection()}, "rollout correction tis needs old_logp: trainer"),
         ({"dual_clip": 1.0}, "must exceed 1"),
         ({"clip_low": 1.5}, r"clip_low 1.5 must lie in \[0, 1\]"),
         ({"clip_high": -0.1}, "clip_high -0.1 must not be negative"),
@@ -215,6 +114,7 @@ def test_what_the_batch_lacks_is_named() -> None:
         (PolicyOptions(kl_coef=0.1), batch.replace(ref_logp_BT=None), "Batch.ref_logp_BT is missing: kl_coef is 0.1"),
         (PolicyOptions(entropy_coef=0.1), batch, "TokenOutputs.entropy_BT is missing"),
         (PolicyOptions(), batch.replace(advantage_BT=None), "Batch.advantage_BT is missing"),
+        (PolicyOptions(correction=RolloutCorrection()), batch.replace(rollout_logp_BT=None), "rollout correction tis compares with it"),
         (PolicyOptions(old_logp="rollout"), batch.replace(rollout_logp_BT=None), "Batch.rollout_logp_BT is missing"),
     ]
     for options, given_batch, message in cases:
