@@ -17,11 +17,12 @@ from rlmca.config import ConfigError, Environment, RunConfig, load_config
 LATER = ("plan", "chat", "serve", "board")
 USAGE = """rlmca-cli COMMAND ...
 
-  train x.yaml [key=value ...]      train (stages pt, sft and grpo); --dry_run prints the plan alone
+  train x.yaml [key=value ...]      train (stages pt, sft, dpo and grpo); --dry_run prints the plan alone
   eval x.yaml [key=value ...]       score a data set with the reward functions
   generate x.yaml [key=value ...]   write replies to a data set
   export x.yaml [key=value ...]     write a Hugging Face folder
   convert IN OUT [--tp N ...]       Hugging Face folders and Megatron checkpoints into each other; --help lists the options
+  pairs REPLIES OUT [--min_margin X ...]  a ranking set for stage dpo out of scored replies; --help lists the options
   bench NAME [--json FILE]          the project's own benchmarks
   env                               versions of every dependency and what is missing for which feature
   version                           the version
@@ -63,6 +64,10 @@ def _dispatch(arguments: list[str]) -> int:
         from rlmca.cli.convert import convert_command
 
         return convert_command(rest)
+    if command == "pairs":
+        from rlmca.cli.pairs import pairs_command
+
+        return pairs_command(rest)
     if command in ("train", "eval", "generate", "export"):
         return _run(command, rest)
     if command in LATER:

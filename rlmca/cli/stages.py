@@ -55,6 +55,10 @@ def _runner(cfg: RunConfig, command: str) -> Runner:
         from rlmca.supervised import pt
 
         return pt.run
+    if cfg.stage == "dpo":
+        from rlmca.supervised import dpo
+
+        return dpo.run
     from rlmca.supervised import sft
 
     return sft.run

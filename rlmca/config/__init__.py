@@ -15,6 +15,7 @@ from rlmca.config.huggingface import HuggingFaceConfig
 from rlmca.config.load import load_config, make_config
 from rlmca.config.megatron import MegatronConfig
 from rlmca.config.model import ModelConfig
+from rlmca.config.preference import PreferenceConfig
 from rlmca.config.rewards import RewardsConfig, RewardSpec
 from rlmca.config.rl import RLConfig
 from rlmca.config.rollout import RolloutConfig
@@ -36,6 +37,7 @@ __all__ = [
     "LateError",
     "MegatronConfig",
     "ModelConfig",
+    "PreferenceConfig",
     "RLConfig",
     "RewardSpec",
     "RewardsConfig",

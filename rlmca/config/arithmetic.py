@@ -12,9 +12,10 @@ from rlmca.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A step is an optimiser step of stages pt and sft, or a rollout of stage grpo.
+    """A step is an optimiser step of stages pt, sft and dpo, or a rollout of stage grpo.
 
-    `global_batch` counts rows (pt, sft; packs with packing) or prompts (grpo) of a step, `samples` the sequences that it trains on.
+    `global_batch` counts rows (pt, sft; packs with packing), pairs (dpo) or prompts (grpo) of a step, `samples` the
+    sequences that it trains on.
     """
 
     num_rows: int
@@ -82,7 +83,7 @@ def layout_errors(cfg: RunConfig, world_size: int) -> list[str]:
 
 
 def batch_plan(cfg: RunConfig, world_size: int, num_rows: int) -> BatchPlan:
-    """The batches of a run over `num_rows` rows (with packing: packs; grpo: prompts) on `world_size` processes.
+    """The batches of a run over `num_rows` rows (with packing: packs; dpo: pairs; grpo: prompts) on `world_size` processes.
 
     An epoch has floor(rows / global batch) steps; the remaining rows go into the next epoch's order, none is lost.
     ConfigError names both numbers when the run would make no optimiser step, or a mini-batch leaves a rank without a sequence.
@@ -107,7 +108,8 @@ def batch_plan(cfg: RunConfig, world_size: int, num_rows: int) -> BatchPlan:
         samples, optimizer_steps = global_batch * rl.num_generations, rl.updates_per_step
         formula = "rollout_batch_size"
     else:
-        unit, accumulation = "packs" if cfg.data.packs else "rows", cfg.train.gradient_accumulation_steps
+        unit = "pairs" if cfg.stage == "dpo" else "packs" if cfg.data.packs else "rows"
+        accumulation = cfg.train.gradient_accumulation_steps
         global_batch = samples = micro * accumulation * data_parallel
         optimizer_steps = 1
         formula = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {accumulation} x data-parallel {data_parallel}"

@@ -23,17 +23,21 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     most = cfg.train.max_tokens_per_microbatch
     if most is None:
         return
-    if cfg.stage in ROW_STAGES:
+    if cfg.stage == "dpo":
+        longest, keys = 2 * cfg.data.cutoff_len, ["cutoff_len"]
+        written = f"a pair of 2 x cutoff_len {cfg.data.cutoff_len} = {longest}"
+    elif cfg.stage in ROW_STAGES:
         longest, keys = cfg.data.cutoff_len, ["cutoff_len"]
-        written = f"cutoff_len {longest}"
+        written = f"a sequence of cutoff_len {longest}"
     else:
         longest = cfg.generation.max_prompt_len + cfg.generation.max_new_tokens
         keys = ["max_prompt_len", "max_new_tokens"]
-        written = f"max_prompt_len {cfg.generation.max_prompt_len} + max_new_tokens {cfg.generation.max_new_tokens} = {longest}"
+        parts = f"max_prompt_len {cfg.generation.max_prompt_len} + max_new_tokens {cfg.generation.max_new_tokens}"
+        written = f"a sequence of {parts} = {longest}"
     if most < longest:
         yield (
             ("max_tokens_per_microbatch", *keys),
-            f"max_tokens_per_microbatch: {most} tokens cannot hold a sequence of {written} tokens; write at least {longest}",
+            f"max_tokens_per_microbatch: {most} tokens cannot hold {written} tokens; write at least {longest}",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlmca.config import batch_checks, data_checks, engine_checks, expert_checks, finetuning_checks, rollout_checks
+from rlmca.config import batch_checks, data_checks, engine_checks, expert_checks, finetuning_checks, preference_checks, rollout_checks
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.process_checks import process_findings
@@ -46,6 +46,7 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
     yield from rollout_checks.findings(cfg)
     if command == "train":
         yield from _evaluation(cfg)
+        yield from preference_checks.findings(cfg)
         yield from _stage(cfg)
 
 
@@ -67,6 +68,9 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
     yield from data_checks.notes(cfg)
     if cfg.stage == "pt":
         yield from idle(GENERATION_ONLY, "stage pt writes no replies; eval and generate use it")
+    elif cfg.stage == "dpo":
+        yield from preference_checks.notes(cfg)
+        yield from idle(GENERATION_ONLY, "stage dpo writes no replies")
     elif cfg.stage == "sft":
         if cfg.rewards.rewards and cfg.data.eval_dataset:
             yield from idle(("do_sample", "temperature", "top_p", "top_k"), "evaluations of stage sft score the most likely reply")
@@ -189,6 +193,8 @@ def _evaluation(cfg: RunConfig) -> Iterator[Finding]:
         yield ("stop_metric",), f"stop_metric: {train.stop_metric} is no evaluation metric; write eval_{train.stop_metric}"
     if train.stop_metric == "eval_accuracy" and cfg.stage == "pt":
         yield ("stop_metric", "stage"), "stop_metric: eval_accuracy needs replies, and stage pt writes none; write eval_loss"
+    elif train.stop_metric == "eval_accuracy" and cfg.stage == "dpo":
+        yield ("stop_metric", "stage"), "stop_metric: eval_accuracy is of scored replies; stage dpo has eval_rewards/accuracies"
     elif train.stop_metric == "eval_accuracy" and not cfg.rewards.rewards:
         yield ("stop_metric", "rewards"), "stop_metric: eval_accuracy needs rewards to score replies with"
     if not train.do_train:
@@ -212,7 +218,7 @@ def _stage(cfg: RunConfig) -> Iterator[Finding]:
     given = cfg.given
     if cfg.stage != "grpo":
         for name in GRPO_ONLY:
-            if name in given:
+            if name in given and not (name == "ref_model" and cfg.stage == "dpo"):
                 yield ("stage", name), f"{name} belongs to stage grpo, and stage is {cfg.stage}: leave it out"
         return
     for name, reason in GRPO_REFUSES.items():

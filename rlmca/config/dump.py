@@ -10,6 +10,7 @@ import yaml
 
 from rlmca.config import checks
 from rlmca.config.engine_checks import HUGGINGFACE_ONLY, MEGATRON_ONLY
+from rlmca.config.preference_checks import DPO_ONLY
 from rlmca.config.reading import scalar_resolvers
 from rlmca.config.schema import RunConfig, keys
 
@@ -25,6 +26,7 @@ class _Dumper(yaml.SafeDumper):
 def to_yaml(cfg: RunConfig) -> str:
     """YAML that loads back to an equal configuration (secrets apart); keys of the other stage and of other engines are left out."""
     skipped = set(checks.SFT_ONLY if cfg.stage == "grpo" else checks.GRPO_ONLY)
+    skipped = skipped - {"ref_model"} if cfg.stage == "dpo" else skipped | set(DPO_ONLY)
     if cfg.engine != "megatron":
         skipped |= set(MEGATRON_ONLY)
     if cfg.engine != "huggingface":

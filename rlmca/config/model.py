@@ -24,5 +24,7 @@ class ModelConfig:
         choices=("auto", "sdpa", "disabled", "fa2", "fa3"),
     )
     train_from_scratch: bool = option(False, "Start from fresh random weights of the model's config.json instead of its weights.")
-    ref_model: str | None = option(None, "Folder or hub name of the KL's reference model; the starting weights when not set.")
+    ref_model: str | None = option(
+        None, "Folder or hub name of the model that the KL or stage dpo compares with; the starting weights when not set."
+    )
     use_mca: bool | None = option(None, "Megatron-Core engine; set by the environment variable USE_MCA=1, a file may only agree with it.")

@@ -18,6 +18,7 @@ from rlmca.config.generation import GenerationConfig
 from rlmca.config.huggingface import HuggingFaceConfig
 from rlmca.config.megatron import MegatronConfig
 from rlmca.config.model import ModelConfig
+from rlmca.config.preference import PreferenceConfig
 from rlmca.config.processes import ProcessesConfig
 from rlmca.config.rewards import RewardsConfig
 from rlmca.config.rl import RLConfig
@@ -26,7 +27,8 @@ from rlmca.config.train import TrainConfig
 
 ROW_STAGES = ("pt", "sft")
 """Stages that train on single rows of a data set."""
-_STAGES_LATER = ("rm", "ppo", "dpo", "kto", "orpo", "simpo")
+_STAGES_LATER = ("rm", "ppo", "kto")
+_LOSSES = {name: f"stage {name}: write stage: dpo and pref_loss: {name}" for name in ("orpo", "simpo")}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class StageConfig:
 
     stage: str = option(
         "sft",
-        "Kind of training: pt (plain texts), sft (conversations) or grpo (reinforcement learning).",
-        choices=("pt", "sft", "grpo"),
-        refused={name: f"stage {name}: not in this version; write pt, sft or grpo" for name in _STAGES_LATER},
+        "Kind of training: pt (plain texts), sft (conversations), dpo (pairs of a better and a worse reply) or grpo "
+        "(reinforcement learning).",
+        choices=("pt", "sft", "dpo", "grpo"),
+        refused={name: f"stage {name}: not in this version; write pt, sft, dpo or grpo" for name in _STAGES_LATER} | _LOSSES,
     )
 
 
@@ -61,6 +64,7 @@ class RunConfig:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     huggingface: HuggingFaceConfig = field(default_factory=HuggingFaceConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -78,6 +82,7 @@ SECTIONS: Mapping[str, type] = {
     "megatron": MegatronConfig,
     "huggingface": HuggingFaceConfig,
     "generation": GenerationConfig,
+    "preference": PreferenceConfig,
     "rl": RLConfig,
     "rewards": RewardsConfig,
     "rollout": RolloutConfig,

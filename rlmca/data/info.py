@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
@@ -61,10 +62,11 @@ LATER_SOURCES = {
     "script_url": "a loading script",
     "cloud_file_name": "a file in cloud storage",
 }
-LATER_COLUMNS = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
+LATER_COLUMNS = ("images", "videos", "audios", "kto_tag")
+PAIR_COLUMNS = ("chosen", "rejected")
 # Without one of these no row can be read, so a `columns` that does not mention them keeps the default; the others
 # are read only when `columns` names them, as in LLaMA-Factory.
-ALWAYS_READ = ("prompt", "response", "messages", *RL_COLUMNS)
+ALWAYS_READ = ("prompt", "response", "messages", *RL_COLUMNS, *PAIR_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class DatasetEntry:
     split: str = "train"
     folder: str | None = None
     num_samples: int | None = None
+    ranking: bool | None = False
+    """Rows are preference pairs; None: no entry says so (a data set given as a path, or a name on the hub)."""
     formatting: str | None = "alpaca"
     """None: seen from the first row (a data set given as a path)."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
@@ -116,7 +120,7 @@ def default_tags(formatting: str) -> dict[str, str]:
 def with_formatting(entry: DatasetEntry, formatting: str, prompt: str | None = None) -> DatasetEntry:
     """An entry whose format was only seen from its rows; `prompt` is the column of the prompt, where it has another name."""
     columns = {**default_columns(formatting), **({"prompt": prompt} if prompt else {})}
-    return DatasetEntry(name=entry.name, path=entry.path, formatting=formatting, columns=columns, tags=default_tags(formatting))
+    return dataclasses.replace(entry, formatting=formatting, columns=columns, tags=default_tags(formatting))
 
 
 def read_info(dataset_dir: str | Path) -> dict[str, Any]:
@@ -145,12 +149,13 @@ def resolve(names: Sequence[str], dataset_dir: str | Path) -> list[DatasetEntry]
                 entries.append(DatasetEntry(name=name, procedural=name, formatting="procedural"))
                 continue
             if str(dataset_dir) == "ONLINE":
-                entries.append(DatasetEntry(name=name, hub=name, columns=default_columns("alpaca"), tags=default_tags("alpaca")))
+                columns, tags = default_columns("alpaca"), default_tags("alpaca")
+                entries.append(DatasetEntry(name=name, hub=name, ranking=None, columns=columns, tags=tags))
                 continue
             if str(dataset_dir).startswith("REMOTE:"):
                 raise DataError("dataset_dir REMOTE:… is not in this version: download dataset_info.json and name its folder")
             if _is_path(name):
-                entries.append(DatasetEntry(name=name, path=Path(name), formatting=None))
+                entries.append(DatasetEntry(name=name, path=Path(name), ranking=None, formatting=None))
                 continue
             if info is None:
                 info = read_info(dataset_dir)
@@ -178,8 +183,9 @@ def parse_entry(name: str, raw: Any, dataset_dir: Path) -> DatasetEntry:
     for key in raw:
         if key not in KNOWN_KEYS:
             raise DataError(f"{at}: unknown key {key!r}{nearest(key, KNOWN_KEYS)}")
-    if raw.get("ranking"):
-        raise DataError(f"{at}: ranking: true (preference pairs) is not in this version")
+    ranking = raw.get("ranking") or False
+    if not isinstance(ranking, bool):
+        raise DataError(f"{at}: ranking must be true or false, not {ranking!r}")
     for key in ("file_name", "hf_hub_url", "subset", "split", "folder"):
         if raw.get(key) is not None and not isinstance(raw[key], str):
             raise DataError(f"{at}: {key} must be text, not {raw[key]!r}")
@@ -207,8 +213,9 @@ def parse_entry(name: str, raw: Any, dataset_dir: Path) -> DatasetEntry:
         split=raw.get("split") or "train",
         folder=raw.get("folder"),
         num_samples=num_samples,
+        ranking=ranking,
         formatting=formatting,
-        columns=_columns(at, columns, formatting),
+        columns=_columns(at, columns, formatting, ranking),
         tags=_tags(at, raw.get("tags"), formatting),
     )
 
@@ -226,14 +233,16 @@ def _local_path(at: str, raw: Mapping[str, Any], dataset_dir: Path) -> Path:
     return path
 
 
-def _columns(at: str, given: Any, formatting: str) -> dict[str, str | None]:
-    columns = default_columns(formatting)
+def _columns(at: str, given: Any, formatting: str, ranking: bool) -> dict[str, str | None]:
+    columns = default_columns(formatting) | ({name: name for name in PAIR_COLUMNS} if ranking else {})
     if given is None:
         return columns
     _check_names(at, "columns", given)
     for key in given:
         if key in LATER_COLUMNS:
             raise DataError(f"{at}: columns.{key} is not in this version")
+        if key in PAIR_COLUMNS and not ranking:
+            raise DataError(f"{at}: columns.{key} belongs to preference pairs: write ranking: true in the entry")
         if key not in columns:
             raise DataError(f"{at}: columns.{key} is unknown for formatting {formatting}{nearest(key, list(columns))}")
     return {key: given.get(key, default if key in ALWAYS_READ else None) for key, default in columns.items()}

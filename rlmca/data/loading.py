@@ -15,12 +15,16 @@ from rlmca.data.reasoning import make_reasoning
 from rlmca.data.sources import read_rows, source_files
 
 
-def check_sources(options: DataOptions) -> list[str]:
-    """Every problem of the named data sets that shows without reading a row (names, entries, files); [] when fine."""
+def check_sources(options: DataOptions, *, ranking: bool = False) -> list[str]:
+    """Every problem of the named data sets that shows without reading a row (names, entries, files); [] when fine.
+
+    `ranking`: preference pairs are wanted.
+    """
     errors: list[str] = []
     for name in dict.fromkeys([*options.dataset, *options.eval_dataset]):
         try:
             for entry in resolve([name], options.dataset_dir):
+                check_ranking(entry, ranking)
                 if entry.path is not None:
                     source_files(entry.path)
                 if entry.procedural is not None:
@@ -28,6 +32,20 @@ def check_sources(options: DataOptions) -> list[str]:
         except DataError as error:
             errors += [line for line in str(error).split("\n") if line not in errors]
     return errors
+
+
+def check_ranking(entry: DatasetEntry, wanted: bool) -> None:
+    """Raises DataError for preference pairs where conversations are wanted, and the other way round."""
+    if entry.ranking and not wanted:
+        raise DataError(
+            f"data set {entry.name!r} has ranking: true, and pairs are for stage dpo alone; an entry without it for the same file, with "
+            "columns: {response: chosen} where the chosen replies are text, reads them as conversations"
+        )
+    if wanted and (entry.ranking is False or entry.procedural is not None):
+        raise DataError(
+            f"data set {entry.name!r} has no pairs, which stage dpo compares: its entry in dataset_info.json needs ranking: true and "
+            "columns chosen and rejected"
+        )
 
 
 def read_conversations(
@@ -39,13 +57,17 @@ def read_conversations(
 
 
 def read_records(
-    name: str, options: DataOptions, *, seed: int, hub: Hub | None
+    name: str, options: DataOptions, *, seed: int, hub: Hub | None, ranking: bool = False
 ) -> tuple[DatasetEntry, list[tuple[int, Any]], Mapping[str, Any]]:
-    """(entry, (position, record) pairs, first raw row) of one data set, after `num_samples` and `max_samples`."""
+    """(entry, (position, record) of every row, first raw row) of one data set, after `num_samples` and `max_samples`.
+
+    DataError when the set holds preference pairs and `ranking` is false, or the other way round.
+    """
     entry = resolve([name], options.dataset_dir)[0]
     records = read_rows(entry, hub)
     first = first_object(records)
     entry = seen_entry(entry, first)
+    check_ranking(entry, ranking)
     rows = list(enumerate(records))
     if entry.num_samples is not None:
         rows = [rows[i] for i in _sample(len(rows), entry.num_samples, seed)]

@@ -19,7 +19,7 @@ import numpy as np
 from rlmca.data.encoders import Encoder, Outcome
 from rlmca.data.errors import DataError, Dropped
 from rlmca.data.info import DatasetEntry, resolve
-from rlmca.data.loading import first_object, nothing_left, seen_entry
+from rlmca.data.loading import check_ranking, first_object, nothing_left, seen_entry
 from rlmca.data.mixing import mix_streams
 from rlmca.data.options import DataOptions, Hub, Log, no_log
 from rlmca.data.sources import iter_rows, source_files
@@ -157,6 +157,7 @@ class RowStream:
 
     def _entry(self, name: str) -> DatasetEntry:
         entry = resolve([name], self.options.dataset_dir)[0]
+        check_ranking(entry, False)
         if entry.formatting is not None:
             return entry
         return seen_entry(entry, first_object(itertools.islice(iter_rows(entry, self.hub, lazy=True), _PEEK)))

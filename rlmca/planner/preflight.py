@@ -31,7 +31,7 @@ def preflight_errors(cfg: RunConfig, world_size: int, *, here: bool = True) -> l
     if writes_replies(cfg):
         errors += _reward_errors(cfg)
         errors += _rollout_errors(cfg)
-    sources = check_sources(cfg.data)
+    sources = check_sources(cfg.data, ranking=cfg.stage == "dpo")
     errors += sources
     if not sources and fits:
         errors += _row_errors(cfg, world_size)

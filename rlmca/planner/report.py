@@ -57,7 +57,7 @@ def _layout_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
 
 def _data_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
     counts = count_rows(cfg, read_large=True)
-    unit = "texts" if cfg.stage == "pt" else "rows"
+    unit = {"pt": "texts", "dpo": "pairs"}.get(cfg.stage, "rows")
     unknown = "streamed" if cfg.data.streaming else "not counted (on the hub)"
     lines = [(f"data {name}", unknown if count is None else f"{count} {unit}") for name, count in counts.items()]
     rows = training_rows(cfg, counts)
@@ -75,15 +75,15 @@ def _data_lines(cfg: RunConfig, world_size: int) -> list[tuple[str, str]]:
                 f"{plan.optimizer_steps_per_step} optimiser steps of {mini} prompts, {pieces}",
             ),
         ]
-    elif cfg.data.packs:
+    elif cfg.data.packs and cfg.stage == "sft":
         packs = f"{plan.global_batch} packs of {cfg.data.cutoff_len} tokens, micro-batches of {budget} tokens"
         return [*lines, ("batch", packs), ("steps", "known once the rows are packed")]
     else:
         lines.append(
             (
                 "batch",
-                f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x data {plan.data_parallel} = {plan.global_batch} rows"
-                + ("" if budget is None else f", in micro-batches of {budget} tokens"),
+                f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x data {plan.data_parallel} = "
+                f"{plan.global_batch} {unit}" + ("" if budget is None else f", in micro-batches of {budget} tokens"),
             )
         )
     steps = f"{plan.total_steps} ({plan.steps_per_epoch} an epoch, {plan.epochs:.2f} epochs)"

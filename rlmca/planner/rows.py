@@ -9,6 +9,7 @@ from rlmca.data import Dropped
 from rlmca.data.errors import BadRow
 from rlmca.data.info import resolve
 from rlmca.data.loading import nothing_left, read_conversations, read_records
+from rlmca.data.pairs import read_pairs
 from rlmca.data.sources import source_files
 from rlmca.data.texts import read_texts
 
@@ -33,12 +34,16 @@ def count_rows(cfg: RunConfig, *, read_large: bool = False) -> dict[str, int | N
         if cfg.stage == "pt":
             counts[name] = _count_texts(cfg, name, dropped)
             continue
-        entry, conversations, first = read_conversations(
-            name, cfg.data, need_reply=cfg.stage == "sft", dropped=dropped, seed=cfg.train.seed, hub=None
-        )
-        if not conversations:
+        seed = cfg.train.seed
+        if cfg.stage == "dpo":
+            entry, pairs, first = read_pairs(name, cfg.data, dropped=dropped, seed=seed, hub=None)
+            counts[name] = len(pairs)
+        else:
+            need_reply = cfg.stage == "sft"
+            entry, conversations, first = read_conversations(name, cfg.data, need_reply=need_reply, dropped=dropped, seed=seed, hub=None)
+            counts[name] = len(conversations)
+        if not counts[name]:
             raise nothing_left(entry, first, dropped)
-        counts[name] = len(conversations)
     return counts
 
 

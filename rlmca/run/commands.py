@@ -136,7 +136,7 @@ def _check_exportable(source: Path) -> None:
 
 
 def write_predictions(path: Path, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-    """One JSON object a reply: prompt, predict, label, finish, ids, logp and, where scored, reward and its parts."""
+    """One JSON object a reply: prompt, predict, label, finish, ids, logp and, where scored, reward, its parts and messages."""
     write_atomically(path, "".join(dumps(row) + "\n" for row in _prediction_rows(samples, tokenizer)))
 
 
@@ -154,7 +154,7 @@ def _prediction_rows(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBa
             "logp": sample.reply_logp,
         }
         if sample.reward_parts:
-            row |= {"reward": sample.reward, "reward_parts": dict(sample.reward_parts)}
+            row |= {"reward": sample.reward, "reward_parts": dict(sample.reward_parts), "messages": sample.row.get("messages")}
         yield row
 
 

@@ -6,7 +6,7 @@ The adapters that a run starts from are read here and when its ranks are built, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ def foundation(cfg: RunConfig) -> Foundation:
         extra = f" and {', '.join(own.freeze_extra_modules)}" if own.freeze_extra_modules else ""
         return Foundation(f"{', '.join(own.freeze_trainable_modules)} of {own.freeze_trainable_layers} layers{extra}")
     return Foundation("all weights")
+
+
+def weights_digest(folder: Path, adapters: Sequence[Path] = ()) -> str:
+    """Tells the model in a folder, with the adapters that are added to it, from others."""
+    return " ".join([_sampled(folder), *map(_digest, adapters)])
 
 
 def _stands_on(folder: Path, lora: LoraOptions) -> dict[str, str]:

@@ -37,9 +37,12 @@ class Supervised:
         """The rows of the next step."""
         if isinstance(self.order, RowStream):
             return collate(self.order.next_rows())
-        assert self.train is not None
         _, numbers = self.order.next()
-        rows = numbers if self.packs is None else [row for number in numbers for row in self.packs[number]]
+        return self.batch(numbers if self.packs is None else [row for number in numbers for row in self.packs[number]])
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The batch of some rows of the training set."""
+        assert self.train is not None
         return collate([self.train[row] for row in rows])
 
     def evaluate(self, step: int) -> dict[str, float]:

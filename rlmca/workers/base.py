@@ -70,6 +70,10 @@ class WorkerGroup(Protocol):
         """Continue from what `save` wrote."""
         ...
 
+    def close(self) -> None:
+        """Let go of the model, so that others can have its memory; nothing else may be called afterwards."""
+        ...
+
 
 class Ranks(Protocol):
     """The processes that hold the models of a run; every role lives on all of them."""

@@ -137,6 +137,10 @@ class RayGroup:
         """See `WorkerGroup`; from a file system that all nodes share."""
         self._call("load", path.absolute())
 
+    def close(self) -> None:
+        """See `WorkerGroup`."""
+        self._call("close")
+
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._ranks.everywhere("call", self.role, method, *args, **kwargs)[0]
 

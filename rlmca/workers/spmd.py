@@ -5,6 +5,7 @@ With one process this is the in-process case: the share is the whole batch and n
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,9 +78,17 @@ class SpmdGroup:
         """See `WorkerGroup`."""
         self.engine.load(path)
 
+    def close(self) -> None:
+        """See `WorkerGroup`."""
+        del self.engine
+        gc.collect()  # a model is full of cycles
+        if self.parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _grown(self, batch: Batch) -> Batch:
         """Filters of RL may leave fewer samples than ranks: what one rank trains on, two must train on too."""
-        return batch.pad_to(max(len(batch), self.parallel.dp_size), batch.ids_BT.shape[1])
+        units = len(batch) if batch.unit_B is None else len(batch.unit_B.unique())
+        return batch.pad_to(len(batch) + max(0, self.parallel.dp_size - units), batch.ids_BT.shape[1])
 
     def _own(self, batch: Batch) -> list[int]:
         return self.engine.shares(batch)[self.parallel.dp_rank]

@@ -11,6 +11,7 @@ from rlmca.config import ConfigError, Environment, make_config
 MCA = Environment(use_mca=True)
 SFT: dict[str, Any] = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o"}
 GRPO: dict[str, Any] = {**SFT, "stage": "grpo", "rewards": "exact"}
+DPO: dict[str, Any] = {**SFT, "stage": "dpo"}
 
 
 def errors(values: dict[str, Any], env: Environment = MCA, command: str = "train") -> list[str]:
@@ -63,6 +64,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**SFT, "stop_value": 0.1}, {"eval_strategy": "epoch", "val_size": 1}, "stop_value needs evaluations"),
     ({**SFT, "stop_metric": "eval_loss"}, {"stop_value": 1, "eval_strategy": "epoch", "val_size": 1}, "needs stop_value"),
     ({**SFT, "kl_coef": 0.1}, {"kl_coef": None}, "kl_coef belongs to stage grpo"),
+    ({**SFT, "pref_beta": 0.1}, {"stage": "dpo"}, "pref_beta belongs to stage dpo, and stage is sft"),
+    ({**GRPO, "pref_loss": "ipo"}, {"pref_loss": None}, "pref_loss belongs to stage dpo, and stage is grpo"),
+    ({**DPO, "pref_loss": "hinge", "dpo_label_smoothing": 0.1}, {"pref_loss": "sigmoid"}, "belongs to pref_loss sigmoid"),
+    ({**DPO, "train_from_scratch": True}, {"ref_model": "r"}, "fresh random weights for its reference"),
+    ({**DPO, "kl_coef": 0.1}, {"kl_coef": None}, "kl_coef belongs to stage grpo, and stage is dpo"),
+    ({**DPO, "max_tokens_per_microbatch": 100, "cutoff_len": 64}, {"cutoff_len": 50}, "a pair of 2 x cutoff_len 64 = 128 tokens"),
+    (
+        {**DPO, "stop_value": 1, "stop_metric": "eval_accuracy", "eval_strategy": "epoch", "val_size": 1},
+        {"stop_metric": "eval_rewards/accuracies"},
+        "stage dpo has eval_rewards/accuracies",
+    ),
     ({**GRPO, "num_generations": 1}, {"num_generations": 2}, "at least 2"),
     ({**GRPO, "rollout_batch_size": 10, "mini_batch_size": 4}, {"mini_batch_size": 5}, "10 is not a multiple of mini_batch_size 4"),
     ({**GRPO, "loss_agg_constant": 5}, {"loss_agg": "seq_mean_token_sum_norm"}, "belongs to loss_agg seq_mean_token_sum_norm"),
@@ -91,7 +103,7 @@ def test_one_mistake_gives_one_error() -> None:
     assert errors({**SFT, "sequence_parallel": True, "tensor_model_parallel_size": "two"}) == [
         "tensor_model_parallel_size: 'two' is not a number"
     ]
-    assert errors({**SFT, "stage": "dpo", "rollout_batch_size": 3}) == ["stage dpo: not in this version; write pt, sft or grpo"]
+    assert errors({**SFT, "stage": "rm", "rollout_batch_size": 3}) == ["stage rm: not in this version; write pt, sft, dpo or grpo"]
 
 
 @pytest.mark.parametrize(
@@ -134,3 +146,21 @@ def test_keys_without_effect_are_noted() -> None:
     cfg = make_config({**GRPO, "cutoff_len": 64, "ref_model": "r", "kl_coef": 0, "top_p": 0.9}, env=MCA)
     assert [note.split()[0] for note in cfg.notes] == ["cutoff_len", "ref_model", "top_p"]
     assert make_config(GRPO, env=MCA).notes == ()
+
+
+def test_stage_dpo_says_which_keys_it_does_not_use() -> None:
+    values = {**DPO, "pref_loss": "orpo", "ref_model": "r", "simpo_gamma": 1.0, "mask_history": True, "temperature": 0.5}
+    notes = make_config(values, env=MCA).notes
+    for name in ("ref_model", "simpo_gamma", "mask_history", "temperature"):
+        assert [note for note in notes if note.startswith(f"{name} has no effect: ")], name
+    assert make_config({**DPO, "ref_model": "r", "val_size": 0.1, "eval_strategy": "epoch"}, env=MCA).notes == ()
+
+
+def test_a_resolved_file_of_stage_dpo_loads_to_itself() -> None:
+    import yaml
+
+    from rlmca.config import to_yaml
+
+    cfg = make_config({**DPO, "ref_model": "r", "pref_loss": "simpo", "pref_beta": 2.0}, env=MCA)
+    values = yaml.safe_load(to_yaml(cfg))
+    assert (values["ref_model"], values["pref_beta"]) == ("r", 2.0) and make_config(values, env=MCA) == cfg

@@ -87,7 +87,10 @@ def test_help_of_an_unknown_name_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("stage", "dpo", "stage dpo: not in this version"),
+        ("stage", "kto", "stage kto: not in this version"),
+        ("stage", "simpo", "write stage: dpo and pref_loss: simpo"),
+        ("pref_loss", "kto_pair", "kto_pair: not in this version"),
+        ("ld_alpha", 0.5, "LD-DPO is not in this version"),
         ("stage", "rm", "stage rm: not in this version"),
         ("stage", "ppo", "stage ppo: not in this version"),
         ("finetuning_type", "oft", "oft: not in this version"),

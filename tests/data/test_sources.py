@@ -98,7 +98,7 @@ def test_bad_csv_records_are_told_apart(tmp_path: Path) -> None:
         ({"ms_hub_url": "a/b"}, "ms_hub_url (ModelScope) is not in this version"),
         ({"script_url": "a"}, "script_url"),
         ({"cloud_file_name": "a"}, "cloud_file_name"),
-        ({"file_name": "toy.jsonl", "ranking": True}, "ranking"),
+        ({"file_name": "toy.jsonl", "ranking": 1}, "ranking"),
         ({"file_name": "toy.jsonl", "colums": {}}, "nearest: columns"),
         ({"file_name": "toy.jsonl", "formatting": "alpacca"}, "alpaca, sharegpt, openai"),
         ({"file_name": "toy.jsonl", "columns": {"images": "images"}}, "columns.images is not in this version"),

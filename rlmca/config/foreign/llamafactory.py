@@ -134,10 +134,9 @@ ADAPTERS: Mapping[str, Foreign] = {
     **refuse("use_llama_pro", f"block expansion is {_LATER}"),
 }
 PREFERENCES: Mapping[str, Foreign] = {
-    **refuse(
-        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha",
-        f"preference training is {_LATER}",
-    ),
+    **refuse("pref_bco_weight", f"BCO's loss is {_LATER}", "leave it out", 0),
+    **refuse("ld_alpha", f"LD-DPO is {_LATER}", "leave it out", 1),
+    **refuse("kto_chosen_weight kto_rejected_weight", f"stage kto is {_LATER}", "write stage: dpo", 1),
     **refuse("ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards", f"stage ppo is {_LATER}", "write stage: grpo"),
     **refuse("ref_model_adapters ref_model_quantization_bit", f"adapters and quantisation are {_LATER}", "write ref_model"),
     **refuse(
