@@ -49,6 +49,8 @@ class Sample:
     """Number of the reply inside its group."""
     reward: float | None = None
     """Weighted sum of the parts; None is *invalid*: outside every statistic and every update."""
+    raw_reward: float | None = None
+    """Where rewards are shaped: what it was before. `reward` is what is learnt from."""
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     advantage: float = 0.0
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rlmca.config import batch_checks, data_checks, engine_checks, expert_checks, finetuning_checks, preference_checks, rollout_checks
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
+from rlmca.config.gathering_checks import gathering_findings, gathering_notes
 from rlmca.config.process_checks import process_findings
 from rlmca.config.schema import RunConfig, keys
 from rlmca.config.train import MIN_LR_SCHEDULERS, TrainConfig
@@ -19,7 +20,7 @@ from rlmca.config.train import MIN_LR_SCHEDULERS, TrainConfig
 Finding = tuple[tuple[str, ...], str]
 
 SFT_ONLY = ("gradient_accumulation_steps", "cutoff_len", "train_on_prompt", "mask_history", "val_size", *data_checks.KEYS)
-GRPO_ONLY = (*(name for name, key in keys().items() if key.section == "rl"), "ref_model")
+GRPO_ONLY = (*(name for name, key in keys().items() if key.section in ("rl", "gathering")), "ref_model")
 GENERATION_ONLY = tuple(name for name, key in keys().items() if key.section in ("generation", "rewards", "rollout"))
 EXPORT_ONLY = ("export_dir", "export_legacy_format")
 GRPO_REFUSES = {
@@ -38,6 +39,7 @@ def findings(cfg: RunConfig, command: str) -> Iterator[Finding]:
     yield from _training(cfg)
     if command == "train":
         yield from batch_checks.findings(cfg)
+        yield from gathering_findings(cfg)
     if cfg.engine != "huggingface":  # there these keys are refused as a whole
         yield from _megatron(cfg)
         yield from expert_checks.findings(cfg)
@@ -86,6 +88,7 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
             yield "top_p and top_k shape sampling, but the ratio of the loss uses log-probabilities before them: the update is then biased"
     yield from rollout_checks.notes(cfg)
     yield from batch_checks.notes(cfg)
+    yield from gathering_notes(cfg)
     yield from idle(EXPORT_ONLY, "the command export uses it")
     if cfg.train.save_strategy != "steps":
         yield from idle(("save_steps",), f"save_strategy is {cfg.train.save_strategy}")

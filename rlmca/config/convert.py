@@ -230,6 +230,17 @@ def _urls(value: Any) -> list[str]:
     return made
 
 
+def _range(value: Any) -> list[float]:
+    """[low, high], as a list or as the text low,high."""
+    if value is None or value == "" or value == []:
+        return []
+    items = value if isinstance(value, list) else _to_list(value, True)
+    pair = [_to_float(item) for item in items]
+    if len(pair) != 2 or pair[0] >= pair[1]:
+        raise Unfit(f"expected [low, high] with low below high, got {value!r}")
+    return pair
+
+
 _SPECIAL: dict[str, Callable[[Any], Any]] = {
     "logging_steps": _steps,
     "save_steps": _steps,
@@ -242,4 +253,5 @@ _SPECIAL: dict[str, Callable[[Any], Any]] = {
     "sglang": _options(SglangOptions),
     "sglang_base_urls": _urls,
     "sync": _options(SyncOptions),
+    "curriculum_range": _range,
 }

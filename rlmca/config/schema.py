@@ -14,6 +14,7 @@ from rlmca.config.environment import Environment
 from rlmca.config.export import ExportConfig
 from rlmca.config.fields import Rule, option
 from rlmca.config.finetuning import FinetuningConfig
+from rlmca.config.gathering import GatheringConfig
 from rlmca.config.generation import GenerationConfig
 from rlmca.config.huggingface import HuggingFaceConfig
 from rlmca.config.megatron import MegatronConfig
@@ -66,6 +67,7 @@ class RunConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    gathering: GatheringConfig = field(default_factory=GatheringConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
@@ -84,6 +86,7 @@ SECTIONS: Mapping[str, type] = {
     "generation": GenerationConfig,
     "preference": PreferenceConfig,
     "rl": RLConfig,
+    "gathering": GatheringConfig,
     "rewards": RewardsConfig,
     "rollout": RolloutConfig,
     "processes": ProcessesConfig,

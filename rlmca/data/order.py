@@ -40,14 +40,17 @@ class ShuffledOrder:
 
     def next(self) -> tuple[int, list[int]]:
         """(epoch of the first row, row numbers of the next batch). Never ends."""
-        epoch = self.position // self.num_rows
+        return self.position // self.num_rows, self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` row numbers of the sequence."""
         rows: list[int] = []
-        while len(rows) < self.batch_size:
+        while len(rows) < count:
             number, at = divmod(self.position, self.num_rows)
-            part = self._order(number)[at : at + self.batch_size - len(rows)]
+            part = self._order(number)[at : at + count - len(rows)]
             rows += part
             self.position += len(part)
-        return epoch, rows
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; plain numbers and text."""

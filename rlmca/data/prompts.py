@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     row: dict[str, Any]
+    other_ids: list[int] | None = None
+    """The prompt as a second template renders it, where there is one."""
 
 
 class Prompts(list[Prompt]):
@@ -39,7 +41,9 @@ class Prompts(list[Prompt]):
         """Changes with any prompt's ids: tells a resumed run that it reads the same data."""
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self:
-            digest.update(np.asarray([len(prompt.ids), *prompt.ids], dtype=np.int32).tobytes())
+            for ids in (prompt.ids, prompt.other_ids):
+                if ids is not None:
+                    digest.update(np.asarray([len(ids), *ids], dtype=np.int32).tobytes())
         return digest.hexdigest()
 
 
@@ -52,10 +56,13 @@ def load_prompts(
     *,
     seed: int = 42,
     hub: Hub | None = None,
+    keep: Callable[[Mapping[str, Any]], str | None] | None = None,
+    other: ChatTemplate | None = None,
 ) -> Prompts:
     """The prompts of all named data sets (`options.dataset` unless `names` says otherwise), one after the other.
 
-    A prompt longer than `max_prompt_len` tokens is dropped and counted, never cut. Rows need no answer.
+    A prompt longer than `max_prompt_len` tokens is dropped and counted, never cut. Rows need no answer. `keep` gives the
+    reason to drop a row, or None. `other` renders every prompt a second time, into `other_ids`.
     DataError when a source cannot be read or nothing of a data set is usable.
     """
     if max_prompt_len < 1:
@@ -65,13 +72,21 @@ def load_prompts(
         dropped = Dropped()
         entry, conversations, first = read_conversations(name, options, need_reply=False, dropped=dropped, seed=seed, hub=hub)
         before = len(prompts)
-        for conversation, ids in zip(conversations, template.encode_prompts(conversations), strict=True):
+        others = [None] * len(conversations) if other is None else other.encode_prompts(conversations)
+        for conversation, ids, second in zip(conversations, template.encode_prompts(conversations), others, strict=True):
             if isinstance(ids, BadRow):
                 dropped.add(name, conversation.index, ids.reason)
-            elif len(ids) > max_prompt_len:
+            elif isinstance(second, BadRow):
+                dropped.add(name, conversation.index, second.reason)
+            elif max(len(ids), len(second or ())) > max_prompt_len:
                 dropped.add(name, conversation.index, f"prompt longer than max_prompt_len {max_prompt_len}")
             else:
-                prompts.append(Prompt(ids, _row(entry, conversation, template)))
+                row = _row(entry, conversation, template)
+                reason = None if keep is None else keep(row)
+                if reason is None:
+                    prompts.append(Prompt(ids, row, second))
+                else:
+                    dropped.add(name, conversation.index, reason)
         if len(prompts) == before:
             raise nothing_left(entry, first, dropped)
         log(report(entry, len(prompts) - before, dropped))

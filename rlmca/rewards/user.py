@@ -24,33 +24,33 @@ class BadReward(ValueError):
     """A function whose result has the wrong length or holds something that is no number: a mistake to mend, not a bad sample."""
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """The function that `name` points to. Raises ValueError saying which part is not there."""
+def load_function(name: str, what: str = "reward") -> Callable[..., Any]:
+    """The function that `name` points to. Raises ValueError saying which part is not there; `what` it is for begins the message."""
     where, _, attribute = name.rpartition(":")
     if where.endswith(".py"):
         path = Path(where).expanduser()
         if not path.is_file():
-            raise ValueError(f"reward {name!r}: there is no file {path.resolve()}")
+            raise ValueError(f"{what} {name!r}: there is no file {path.resolve()}")
         module_name = f"rlmca_user_reward_{abs(hash(path.resolve())):x}_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
         if spec is None or spec.loader is None:
-            raise ValueError(f"reward {name!r}: {path.resolve()} cannot be loaded as Python")
+            raise ValueError(f"{what} {name!r}: {path.resolve()} cannot be loaded as Python")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses and pickle look a function's module up by name
         try:
             spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[module_name]
-            raise ValueError(f"reward {name!r}: importing {path.resolve()} failed: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{what} {name!r}: importing {path.resolve()} failed: {type(error).__name__}: {error}") from error
     else:
         try:
             module = importlib.import_module(where)
         except Exception as error:
-            raise ValueError(f"reward {name!r}: importing module {where!r} failed: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{what} {name!r}: importing module {where!r} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ValueError(f"reward {name!r}: {where} has no function {attribute!r}; it has {', '.join(public) or 'none'}")
+        raise ValueError(f"{what} {name!r}: {where} has no function {attribute!r}; it has {', '.join(public) or 'none'}")
     return function
 
 

@@ -6,10 +6,13 @@ import contextlib
 import math
 import time
 
+from rlmca.algorithms.moments import RunningMoments
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts
 from rlmca.planner import check_model
 from rlmca.rewards import rewards_of
+from rlmca.rl.choice import other_renderings, row_filter, thinking_templates
+from rlmca.rl.curriculum import Curriculum
 from rlmca.rl.loop import Roles, run_loop
 from rlmca.rl.update import AtItsStart, Reference, policy_options
 from rlmca.run.evaluate import evaluate_policy
@@ -23,6 +26,7 @@ from rlmca.transfer.source import resolve_model
 def run(cfg: RunConfig) -> dict[str, float]:
     """Train as the configuration says; returns the results that are written to `all_results.json`."""
     policy_options(cfg)  # contradictory options are refused before anything is loaded
+    keep = None if cfg.gathering.prompt_filter is None else row_filter(cfg.gathering.prompt_filter)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(contextlib.closing(start_ranks(cfg)))
         rewards = rewards_of(cfg.rewards, cfg.generation.max_new_tokens)
@@ -33,15 +37,23 @@ def run(cfg: RunConfig) -> dict[str, float]:
         seed = cfg.train.seed if cfg.data.data_seed is None else cfg.data.data_seed
         hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
         longest = cfg.generation.max_prompt_len
-        prompts = load_prompts(cfg.data, source.template, longest, log=say(parallel), seed=seed, hub=hub)
+        thinking, other = (source.template, None) if cfg.gathering.thinking_ratio is None else thinking_templates(cfg, source.tokenizer)
+        prompts = load_prompts(cfg.data, thinking, longest, log=say(parallel), seed=seed, hub=hub, keep=keep, other=other)
         evals = cfg.data.eval_dataset
         held_out = load_prompts(cfg.data, source.template, longest, evals, say(parallel), seed=seed, hub=hub) if evals else None
-        check_lengths(cfg, source, [*prompts, *(held_out or [])])
+        check_lengths(cfg, source, [*prompts, *other_renderings(prompts), *(held_out or [])])
         plan = batch_plan(cfg, math.prod(ranks.sizes), len(prompts))
         session = Session(cfg, plan, ranks, best_metric="accuracy", lower_is_better=False)
         order = ShuffledOrder(
             len(prompts), plan.global_batch, seed, shuffle=not cfg.data.disable_shuffling, fingerprint=prompts.fingerprint
         )
+        curriculum = None
+        if cfg.gathering.curriculum == "pass_rate":
+            low, high = cfg.gathering.curriculum_range
+            session.kept["curriculum"] = curriculum = Curriculum(len(prompts), low, high, prompts.fingerprint)
+        moments = RunningMoments()
+        if cfg.gathering.reward_normalize == "running":
+            session.kept["reward_moments"] = moments
         policy = ranks.build("policy", source.folder)
         session.restore(policy, order)
         reference: Reference | None = None
@@ -67,6 +79,8 @@ def run(cfg: RunConfig) -> dict[str, float]:
                 rewards=rewards,
                 prompts=prompts,
                 order=order,
+                curriculum=curriculum,
+                moments=moments,
                 params=sampling_params(cfg, source, greedy=False),
                 tokenizer=source.tokenizer,
                 dump=dump,

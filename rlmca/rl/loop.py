@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmca.algorithms import assign_advantages
+from rlmca.algorithms.moments import RunningMoments
 from rlmca.config import LateError, RunConfig
 from rlmca.data import Prompt, ShuffledOrder
 from rlmca.rewards import RewardSet
+from rlmca.rl.choice import choose_thinking
+from rlmca.rl.curriculum import Curriculum
 from rlmca.rl.debug import print_samples
 from rlmca.rl.experience import reward_statistics
+from rlmca.rl.gather import gather
+from rlmca.rl.shaping import shape_rewards
 from rlmca.rl.update import Reference, update_policy
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.rollout.samples import sample_replies
@@ -36,6 +41,8 @@ class Roles:
     rewards: RewardSet
     prompts: list[Prompt]
     order: ShuffledOrder
+    curriculum: Curriculum | None
+    moments: RunningMoments
     params: SamplingParams
     tokenizer: Any
     dump: RolloutWriter | None
@@ -48,17 +55,13 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
     logging = 0.0
     for step in session.steps():
         watch = Stopwatch(carried=logging)
-        _, numbers = roles.order.next()
-        prompts = [roles.prompts[number] for number in numbers]
-
-        with watch("generate"):
-            replies, seed = cfg.rl.num_generations, cfg.train.seed
-            samples = sample_replies(roles.rollout, prompts, roles.tokenizer, roles.params, n=replies, seed=seed, step=step)
+        draw = Drawing(cfg, roles, step, watch)
+        gathered = gather(draw, roles.order, cfg.gathering, roles.curriculum, groups=cfg.rl.rollout_batch_size, step=step)
+        samples = gathered.samples
         with watch("score"):
-            roles.rewards.score(samples)
-            check_rewards(roles.rewards, samples, step)
+            metrics = reward_statistics(samples) | gathered.metrics
+            metrics |= shape_rewards(samples, cfg, roles.moments)
             assign_advantages(samples, std=cfg.rl.advantage_std, eps=cfg.rl.advantage_eps, clip=cfg.rl.advantage_clip)  # type: ignore[arg-type]
-            metrics = reward_statistics(samples)
         with watch("update"):
             lr = session.learning_rate(step)
             metrics |= update_policy(roles.policy, roles.reference, samples, cfg, step=step, learning_rate=lr)
@@ -70,9 +73,9 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
             if cfg.rl.debug_mode and step % cfg.rl.debug_interval == 0:
                 print_samples(samples, step)
 
-        tokens = sum(len(s.reply_ids) for s in samples)
         metrics |= watch.seconds()
-        metrics |= {"lr": lr, "tokens_per_second": tokens / metrics["time_generate"], "reward_errors": float(roles.rewards.errors)}
+        speed = gathered.generated_tokens / metrics["time_generate"]
+        metrics |= {"lr": lr, "tokens_per_second": speed, "reward_errors": float(draw.reward_errors)}
         written = time.perf_counter()
         session.log(step, metrics, epoch=roles.order.epochs, tokens=sum(s.length for s in samples))
         logging = time.perf_counter() - written
@@ -80,6 +83,29 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
             session.log_eval(step, roles.evaluate(), epoch=roles.order.epochs)
         if session.should_save(step):
             session.save(step, roles.policy, roles.order)
+
+
+class Drawing:
+    """`gather.Draw` with the roles of a run; counts the invalid scores of the rollout in `reward_errors`."""
+
+    def __init__(self, cfg: RunConfig, roles: Roles, step: int, watch: Stopwatch) -> None:
+        self._cfg, self._roles, self._step, self._watch = cfg, roles, step, watch
+        self.reward_errors = 0
+
+    def __call__(self, rows: Sequence[int], first: int) -> list[Sample]:
+        cfg, roles, step = self._cfg, self._roles, self._step
+        n, seed = cfg.rl.num_generations, cfg.train.seed
+        with self._watch("generate"):
+            prompts = [roles.prompts[row] for row in rows]
+            prompts = choose_thinking(prompts, rows, cfg.gathering.thinking_ratio, seed=seed, step=step)
+            places = range(first, first + len(rows))
+            samples = sample_replies(roles.rollout, prompts, roles.tokenizer, roles.params, n=n, seed=seed, step=step, index=places)
+        with self._watch("score"):
+            roles.rewards.score(samples)
+            self.reward_errors += roles.rewards.errors
+            if first == 0:
+                check_rewards(roles.rewards, samples, step)
+        return samples
 
 
 def check_rewards(rewards: RewardSet, samples: Sequence[Sample], step: int) -> None:

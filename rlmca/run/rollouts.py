@@ -1,7 +1,8 @@
 """`rollouts/step-N.jsonl.zst`: every sample of a rollout step, one JSON object a line, zstandard-compressed.
 
 A line has: step, group, k, prompt, prompt_ids, reply, reply_ids, logp (as sampled), versions (one policy version a
-token), finish, reward (null: invalid), reward_parts, advantage, and answer where the data row has one.
+token), finish, reward (null: invalid), reward_parts, advantage, raw_reward (where rewards are shaped: before that), and
+answer where the data row has one.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
         "reward_parts": dict(sample.reward_parts),
         "advantage": sample.advantage,
     }
+    if sample.raw_reward is not None:
+        row["raw_reward"] = sample.raw_reward
     if "answer" in sample.row:
         row["answer"] = sample.row["answer"]
     return row

@@ -34,11 +34,11 @@ def _expert_sizes(cfg: RunConfig) -> list[int]:
 
 
 class Resumable(Protocol):
-    """The data order, as far as a checkpoint is concerned."""
+    """The data order and what else goes on where it stood, as far as a checkpoint is concerned."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool: ...
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
 
 
 class Stateful(Protocol):
@@ -72,6 +72,8 @@ class Session:
         self._layout = [*ranks.sizes, *_expert_sizes(cfg)]
         self.output_dir = Path(str(train.output_dir))
         self.step, self.tokens = 0, 0
+        self.kept: dict[str, Resumable] = {}
+        """Further state that checkpoints keep, by name: set before `restore`."""
         self.best: tuple[int, float] | None = None
         self.best_metric, self._lower_is_better = best_metric, lower_is_better
         self.schedule = StepSchedule(
@@ -160,6 +162,9 @@ class Session:
             note(f"the global batch was {state['global_batch']} and is {self.plan.global_batch} from here on: steps and epochs shift")
         role.load(self.resume_from)
         order.load_state_dict(state["order"])
+        for name, part in self.kept.items():
+            if name in state.get("kept", {}):  # absent where the run before did without it
+                part.load_state_dict(state["kept"][name])
         self.step, self.tokens = int(state["step"]), int(state["tokens"])
         self.reached = bool(state.get("reached"))
         self.best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))
@@ -262,6 +267,7 @@ class Session:
                     "step": step,
                     "tokens": self.tokens,
                     "order": order.state_dict(),
+                    "kept": {name: part.state_dict() for name, part in self.kept.items()},
                     "best": self.best,
                     "reached": self.reached,
                     "resumable": not self.cfg.train.save_only_model,

@@ -144,6 +144,12 @@ def test_order_resumes_at_any_batch(num_rows: int, batch_size: int, stop: int, s
     assert [resumed.next() for _ in range(12 - stop)] == batches[stop:]
 
 
+def test_batches_of_any_size_are_cut_from_one_sequence() -> None:
+    whole, parts = ShuffledOrder(5, 4, 1), ShuffledOrder(5, 3, 1)
+    assert [*whole.next()[1], *whole.take(9)] == [*parts.take(1), *parts.next()[1], *parts.take(0), *parts.take(9)]
+    assert whole.state_dict() == parts.state_dict() and whole.epochs == 13 / 5
+
+
 def test_order_depends_on_the_seed_and_refuses_nothing_to_order() -> None:
     assert ShuffledOrder(50, 50, 1).next() != ShuffledOrder(50, 50, 2).next() != ShuffledOrder(50, 50, 2**32 + 2).next()
     with pytest.raises(ValueError, match="at least 1"):

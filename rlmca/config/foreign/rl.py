@@ -9,7 +9,6 @@ from rlmca.config.foreign.entry import Foreign, always, refuse
 _LATER = "not in this version"
 
 RL: Mapping[str, Foreign] = {
-    **refuse("reward_normalize", f"{_LATER}", "write none", "none"),
     **refuse("cispo_cap", f"policy_loss cispo is {_LATER}"),
     **refuse("rollout_correction", f"{_LATER}", "write none", "none"),
     **refuse("rollout_correction_cap rollout_correction_range", f"rollout_correction is {_LATER}"),
@@ -17,10 +16,6 @@ RL: Mapping[str, Foreign] = {
     **refuse("gamma lam value_clip vf_coef critic_learning_rate critic_model", f"a value model is {_LATER}", "write rl_algorithm: grpo"),
     **refuse("critic_warmup_steps", f"a value model is {_LATER}", "write rl_algorithm: grpo", 0),
     **refuse("early_stop_kl", f"{_LATER}", "leave it out"),
-    **refuse("dynamic_sampling dynamic_sampling_max_batches", f"{_LATER}", "write drop_zero_std_groups: true"),
-    **refuse("oversample", f"{_LATER}", "write 1.0", 1),
-    **refuse("overlong_buffer", f"overlong shaping is {_LATER}", "write mask_truncated: true", 0),
-    **refuse("overlong_penalty", f"overlong shaping is {_LATER}", "write mask_truncated: true"),
     **refuse("use_dynamic_batch_size use_dynamic_bsz", "has another name here", "write max_tokens_per_microbatch"),
     **refuse("max_tokens_per_gpu ppo_max_token_len_per_gpu", "has another name here", "write max_tokens_per_microbatch"),
     **refuse("n_samples_per_prompt", "has another name here", "write num_generations"),
@@ -33,7 +28,6 @@ RL: Mapping[str, Foreign] = {
     **refuse("num_rollout", "has another name here", "write max_steps"),
     **refuse("hf_checkpoint", "has another name here", "write model_name_or_path"),
     **refuse("balance_data", "ranks get equal work wherever max_tokens_per_microbatch or packing is set", "leave it out"),
-    **refuse("thinking_ratio", f"{_LATER}", "write enable_thinking: true or false"),
     **refuse("train_critic critic_reward_batch_size critic_flush_seconds", f"the online critic is {_LATER}"),
     **refuse("max_restarts", f"restarting ranks is {_LATER}", "leave it out: the same command goes on from the newest checkpoint", 0),
     **refuse("async_staleness", f"generation ahead of training is {_LATER}", "write 0", 0),
