@@ -53,6 +53,13 @@ class Sample:
     """Where rewards are shaped: what it was before. `reward` is what is learnt from."""
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     advantage: float = 0.0
+    """Of every reply token, or the mean of `advantages`."""
+    advantages: list[float] | None = None
+    """One for each reply token, where they differ; None: `advantage` for all."""
+    old_logp: list[float] | None = None
+    """Of the reply tokens, by the trainer before the first update of the rollout; None: not computed."""
+    ref_logp: list[float] | None = None
+    """Of the reply tokens, by the reference model; None: not computed."""
 
     @property
     def length(self) -> int:
@@ -171,17 +178,27 @@ def batch_of_examples(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[boo
 
 
 def batch_of_samples(samples: Sequence[Sample]) -> Batch:
-    """A `Batch` of prompt + reply rows; reply tokens are the targets, the sequence advantage is spread over them."""
+    """A `Batch` of prompt + reply rows; reply tokens are the targets. An advantage of the whole reply is spread over them.
+
+    Log-probs that only some of the samples have are left out.
+    """
     width = max(s.length for s in samples)
     start = [len(s.prompt_ids) for s in samples]
     start_B, length_B = torch.tensor(start), torch.tensor([s.length for s in samples])
     place_T = torch.arange(width)
     mask_BT = (place_T >= start_B[:, None]) & (place_T < length_B[:, None])
-    advantage_B = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
+    advantages = [[s.advantage] * len(s.reply_ids) if s.advantages is None else s.advantages for s in samples]
+
+    def logp_BT(rows: list[list[float] | None]) -> Tensor | None:
+        there = [row for row in rows if row is not None]
+        return pad_rows(there, dtype=torch.float32, width=width, offset=start) if len(there) == len(rows) else None
+
     return Batch(
         ids_BT=pad_rows([s.prompt_ids + s.reply_ids for s in samples], dtype=torch.int64, width=width),
         length_B=length_B,
         mask_BT=mask_BT,
         rollout_logp_BT=pad_rows([s.reply_logp for s in samples], dtype=torch.float32, width=width, offset=start),
-        advantage_BT=torch.where(mask_BT, advantage_B[:, None], 0.0),
+        old_logp_BT=logp_BT([s.old_logp for s in samples]),
+        ref_logp_BT=logp_BT([s.ref_logp for s in samples]),
+        advantage_BT=pad_rows(advantages, dtype=torch.float32, width=width, offset=start),
     )

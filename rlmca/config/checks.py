@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rlmca.config import batch_checks, data_checks, engine_checks, expert_checks, finetuning_checks, preference_checks, rollout_checks
+from rlmca.config import (
+    batch_checks,
+    data_checks,
+    engine_checks,
+    expert_checks,
+    finetuning_checks,
+    preference_checks,
+    rl_checks,
+    rollout_checks,
+)
 from rlmca.config.arithmetic import layout_chunks, virtual_stages
 from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.gathering_checks import gathering_findings, gathering_notes
@@ -84,8 +93,7 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
             yield from idle(("ref_model",), "kl_coef is 0")
         if not cfg.rl.debug_mode:
             yield from idle(("debug_interval",), "debug_mode is false")
-        if cfg.generation.top_p < 1 or cfg.generation.top_k > 0:
-            yield "top_p and top_k shape sampling, but the ratio of the loss uses log-probabilities before them: the update is then biased"
+        yield from rl_checks.notes(cfg)
     yield from rollout_checks.notes(cfg)
     yield from batch_checks.notes(cfg)
     yield from gathering_notes(cfg)
@@ -227,26 +235,9 @@ def _stage(cfg: RunConfig) -> Iterator[Finding]:
     for name, reason in GRPO_REFUSES.items():
         if name in given:
             yield ("stage", name), f"{name}: {reason}"
-    rl, generation = cfg.rl, cfg.generation
-    if not generation.do_sample:
+    if not cfg.generation.do_sample:
         yield ("stage", "do_sample"), "do_sample: false gives every prompt equal replies; stage grpo samples: leave it out"
-    if rl.num_generations < 2:
-        yield ("num_generations",), "num_generations: 1 gives every reply advantage 0; write at least 2"
-    if rl.mini_batch_size is not None and rl.rollout_batch_size % rl.mini_batch_size:
-        yield (
-            ("rollout_batch_size", "mini_batch_size"),
-            f"rollout_batch_size {rl.rollout_batch_size} is not a multiple of mini_batch_size {rl.mini_batch_size}",
-        )
-    if "loss_agg_constant" in given and rl.loss_agg != "seq_mean_token_sum_norm":
-        yield (
-            ("loss_agg_constant", "loss_agg"),
-            f"loss_agg_constant belongs to loss_agg seq_mean_token_sum_norm, and loss_agg is {rl.loss_agg}",
-        )
-    if rl.dual_clip is not None and rl.dual_clip <= 1 + rl.clip_ratio_high:
-        yield (
-            ("dual_clip", "clip_ratio_high"),
-            f"dual_clip: {rl.dual_clip} is inside the clip range; write more than 1 + clip_ratio_high = {1 + rl.clip_ratio_high}",
-        )
+    yield from rl_checks.findings(cfg)
 
 
 def _megatron(cfg: RunConfig) -> Iterator[Finding]:

@@ -247,6 +247,7 @@ _SPECIAL: dict[str, Callable[[Any], Any]] = {
     "eval_steps": _steps,
     "report_to": _tracker_list,
     "resume_from_checkpoint": _resume,
+    "rollout_correction_range": _range,
     "rollout_engine": _engine_name,
     "interleave_probs": _numbers,
     "rewards": _rewards,

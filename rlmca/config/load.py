@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmca.config import checks
+from rlmca.config import checks, presets
 from rlmca.config.convert import Unfit, convert, nearest
 from rlmca.config.environment import Environment
 from rlmca.config.errors import ConfigError
@@ -86,19 +86,18 @@ def _unknown(name: str) -> str:
 
 
 def _build(fitted: Mapping[str, Any], env: Environment, command: str) -> RunConfig:
+    given = frozenset(name for name, value in fitted.items() if value is not None)
+    fitted = {**fitted, **presets.fill(fitted)}
     sections = {
         section: cls(**{f.name: fitted[f.name] for f in dataclasses.fields(cls) if f.name in fitted}) for section, cls in SECTIONS.items()
     }
     engine = "megatron" if env.use_mca else "huggingface" if command == "train" else "none"
-    given = frozenset(name for name, value in fitted.items() if value is not None)
     return RunConfig(stage=fitted.get("stage", "sft"), engine=engine, env=env, given=given, **sections)
 
 
 def _resolve(cfg: RunConfig) -> RunConfig:
     """Defaults that follow from other keys."""
     rl, train, data, megatron = cfg.rl, cfg.train, cfg.data, cfg.megatron
-    if "loss_agg" not in cfg.given and rl.policy_loss == "ppo":
-        rl = dataclasses.replace(rl, loss_agg="token_mean")
     if rl.mini_batch_size is None:
         rl = dataclasses.replace(rl, mini_batch_size=rl.rollout_batch_size)
     if rl.loss_agg == "seq_mean_token_sum_norm" and rl.loss_agg_constant is None:

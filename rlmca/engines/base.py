@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -11,6 +12,9 @@ from rlmca.types import Batch
 
 AdapterUse = bool | Literal["start"]
 """Whether log-probs are those of the weights with the adapter or without it, or with the adapter as it was when the run started."""
+
+Limits = Mapping[str, float]
+"""The most that a metric of an optimizer step may be, by its name: beyond it the step is not taken."""
 
 
 class Engine(Protocol):
@@ -24,12 +28,16 @@ class Engine(Protocol):
         """Row numbers of each data-parallel rank's share of a whole batch, the same on all ranks."""
         ...
 
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float, limits: Limits | None = None) -> dict[str, float]:
         """One optimizer step on the batch of all ranks together.
 
         Returns the loss's metrics, `loss`, `grad_norm` (before clipping), and `skipped` (1.0 when no target was
         live or a number was not finite: weights and optimizer state are then untouched). In float16 also `loss_scale`, the
         factor of this step, and `overflow` (1.0 when the step was skipped because it was too large).
+
+        With `limits` also `stopped`: 1.0 when one of these metrics, which are those of all ranks together, was beyond its
+        limit. All ranks decide alike, after the backward pass and its collectives; weights, optimizer state and step counts
+        are then untouched, and the step counts as skipped.
         """
         ...
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
-from rlmca.engines.base import AdapterUse
+from rlmca.engines.base import AdapterUse, Limits
 from rlmca.engines.freeze import layer_count, trained
 from rlmca.engines.huggingface_adapters import HuggingFaceAdapters
 from rlmca.engines.huggingface_checkpoint import ModelState, Training, adapter_state, load_state, save_state, whole_state
@@ -29,7 +29,17 @@ from rlmca.engines.loss_scale import LossScaler
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.options import HuggingFaceOptions
-from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, step_metrics, token_outputs
+from rlmca.engines.step import (
+    NOTHING_LIVE,
+    Collected,
+    beyond,
+    gathered_outputs,
+    global_counts,
+    reduce_metrics,
+    step_metrics,
+    stop_metrics,
+    token_outputs,
+)
 from rlmca.parallel.balance import row_cost
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.hf_folder import HFFolderError
@@ -138,20 +148,23 @@ class HuggingFaceEngine:
 
     # ---- training
 
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float, limits: Limits | None = None) -> dict[str, float]:
         """One optimizer step; see `Engine.train_batch`."""
         if self.optimizer is None:
             raise ValueError("a frozen engine cannot be trained")
         self._offload.check()
         counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
-            return dict(NOTHING_LIVE)
+            return NOTHING_LIVE | stop_metrics(False, limits)
         pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
         metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel)
         finite = all(math.isfinite(value) for value in metrics.values())
+        stopped = finite and beyond(metrics, limits)
         scale = None if self.scaler is None else self.scaler.scale
-        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite, scaler=self.scaler)
-        return {**metrics, **step_metrics(grad_norm, stepped=stepped, finite_loss=finite, loss_scale=scale)}
+        allowed = finite and not stopped
+        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=allowed, scaler=self.scaler)
+        said = step_metrics(grad_norm, stepped=stepped, finite_loss=allowed, loss_scale=scale)
+        return {**metrics, **said, **stop_metrics(stopped, limits)}
 
     def compute_gradients(self, pieces: list[MicroBatch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches; `.grad` of every parameter is then that of the whole batch of all ranks (in

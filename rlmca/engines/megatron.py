@@ -20,14 +20,24 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.engines.adapters import EngineAdapters, freeze
-from rlmca.engines.base import AdapterUse
+from rlmca.engines.base import AdapterUse, Limits
 from rlmca.engines.checkpoint import ModelState, adapters_state, chunks_state, load_state, save_state
 from rlmca.engines.microbatch import Cutting, MicroBatch, micro_batches, shares
 from rlmca.engines.offload import Offload, optimizer_tensors
 from rlmca.engines.optimizer import build_optimizer, guarded_step
 from rlmca.engines.options import EngineOptions
 from rlmca.engines.router_losses import RouterLosses
-from rlmca.engines.step import NOTHING_LIVE, Collected, gathered_outputs, global_counts, reduce_metrics, step_metrics, token_outputs
+from rlmca.engines.step import (
+    NOTHING_LIVE,
+    Collected,
+    beyond,
+    gathered_outputs,
+    global_counts,
+    reduce_metrics,
+    step_metrics,
+    stop_metrics,
+    token_outputs,
+)
 from rlmca.layouts import Coord, ModelLayout
 from rlmca.layouts.adapters import BRANCHES
 from rlmca.layouts.pipeline import pipeline_topology
@@ -133,19 +143,21 @@ class MegatronEngine:
 
     # ---- training
 
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float, limits: Limits | None = None) -> dict[str, float]:
         """One optimizer step; see `Engine.train_batch`."""
         self._offload.check()
         counts = global_counts(batch, loss, self.parallel)
         if not any(float(count) for count in counts.values()):
-            return dict(NOTHING_LIVE)
+            return NOTHING_LIVE | stop_metrics(False, limits)
         pieces = micro_batches(batch, self.cutting(self.options.micro_batch_size), self.parallel)
         metrics = reduce_metrics(self.compute_gradients(pieces, loss, counts), self.parallel) | self.router_losses.metrics()
         finite = all(math.isfinite(value) for value in metrics.values())
+        stopped = finite and beyond(metrics, limits)
         scale = float(self.optimizer.get_loss_scale()) if self.options.build.dtype == torch.float16 else None
-        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite)
+        grad_norm, stepped = guarded_step(self.optimizer, self.options.optimizer, learning_rate, allowed=finite and not stopped)
         self._gather_pending = stepped and self.options.data_parallel.overlap_param_gather
-        return {**metrics, **step_metrics(grad_norm, stepped=stepped, finite_loss=finite, loss_scale=scale)}
+        said = step_metrics(grad_norm, stepped=stepped, finite_loss=finite and not stopped, loss_scale=scale)
+        return {**metrics, **said, **stop_metrics(stopped, limits)}
 
     def compute_gradients(self, pieces: list[MicroBatch], loss: Loss, counts: dict[str, Tensor]) -> Collected:
         """Forward and backward of all micro-batches, gradients reduced over ranks and left in Megatron's buffers."""

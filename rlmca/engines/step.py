@@ -5,12 +5,13 @@ Shape legend: B rows, T tokens of the padded row, N targets of a micro-batch in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, Metrics, TokenOutputs
+from rlmca.engines.base import Limits
 from rlmca.engines.microbatch import MicroBatch
 from rlmca.parallel.groups import Parallel
 from rlmca.types import Batch
@@ -36,6 +37,16 @@ def step_metrics(grad_norm: float, *, stepped: bool, finite_loss: bool, loss_sca
     if loss_scale is not None:
         metrics |= {"loss_scale": loss_scale, "overflow": float(finite_loss and not stepped)}
     return metrics
+
+
+def beyond(metrics: Mapping[str, float], limits: Limits | None) -> bool:
+    """Whether a metric is beyond its limit. KeyError when the loss has no such metric: a limit on it would never hold."""
+    return any(metrics[name] > most for name, most in (limits or {}).items())
+
+
+def stop_metrics(stopped: bool, limits: Limits | None) -> dict[str, float]:
+    """What is said of a step that had limits."""
+    return {} if limits is None else {"stopped": float(stopped)}
 
 
 def token_outputs(raw_2N: Tensor, batch: Batch, entropy: bool) -> TokenOutputs:

@@ -6,15 +6,17 @@ import contextlib
 import math
 import time
 
+from rlmca.algorithms import AdaptiveKl
 from rlmca.algorithms.moments import RunningMoments
 from rlmca.config import RunConfig, batch_plan
 from rlmca.data import Hub, ShuffledOrder, load_prompts
 from rlmca.planner import check_model
 from rlmca.rewards import rewards_of
+from rlmca.rl.baselines import AtItsStart, Reference
 from rlmca.rl.choice import other_renderings, row_filter, thinking_templates
 from rlmca.rl.curriculum import Curriculum
 from rlmca.rl.loop import Roles, run_loop
-from rlmca.rl.update import AtItsStart, Reference, policy_options
+from rlmca.rl.update import policy_options
 from rlmca.run.evaluate import evaluate_policy
 from rlmca.run.roles import export_policy, say, start_ranks
 from rlmca.run.rollouts import RolloutWriter
@@ -54,6 +56,9 @@ def run(cfg: RunConfig) -> dict[str, float]:
         moments = RunningMoments()
         if cfg.gathering.reward_normalize == "running":
             session.kept["reward_moments"] = moments
+        adaptive = None if cfg.rl.kl_target is None else AdaptiveKl(cfg.rl.kl_coef, cfg.rl.kl_target)
+        if adaptive is not None:
+            session.kept["kl_coef"] = adaptive
         policy = ranks.build("policy", source.folder)
         session.restore(policy, order)
         reference: Reference | None = None
@@ -75,6 +80,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
             roles = Roles(
                 policy=policy,
                 reference=reference,
+                kl=adaptive,
                 rollout=rollout,
                 rewards=rewards,
                 prompts=prompts,

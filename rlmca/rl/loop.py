@@ -5,23 +5,26 @@ One rollout, one policy version: `version` is the number of the last step whose 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlmca.algorithms import assign_advantages
+from rlmca.algorithms import AdaptiveKl
 from rlmca.algorithms.moments import RunningMoments
 from rlmca.config import LateError, RunConfig
 from rlmca.data import Prompt, ShuffledOrder
 from rlmca.rewards import RewardSet
+from rlmca.rl.advantages import make_advantages
+from rlmca.rl.baselines import Reference
 from rlmca.rl.choice import choose_thinking
 from rlmca.rl.curriculum import Curriculum
 from rlmca.rl.debug import print_samples
 from rlmca.rl.experience import reward_statistics
 from rlmca.rl.gather import gather
 from rlmca.rl.shaping import shape_rewards
-from rlmca.rl.update import Reference, update_policy
+from rlmca.rl.update import update_policy
 from rlmca.rollout.base import RolloutEngine, SamplingParams
 from rlmca.rollout.samples import sample_replies
 from rlmca.run.rollouts import RolloutWriter
@@ -37,6 +40,7 @@ class Roles:
 
     policy: WorkerGroup
     reference: Reference | None
+    kl: AdaptiveKl | None
     rollout: RolloutEngine
     rewards: RewardSet
     prompts: list[Prompt]
@@ -61,10 +65,15 @@ def run_loop(cfg: RunConfig, session: Session, roles: Roles) -> None:
         with watch("score"):
             metrics = reward_statistics(samples) | gathered.metrics
             metrics |= shape_rewards(samples, cfg, roles.moments)
-            assign_advantages(samples, std=cfg.rl.advantage_std, eps=cfg.rl.advantage_eps, clip=cfg.rl.advantage_clip)  # type: ignore[arg-type]
+        kl_coef = cfg.rl.kl_coef if roles.kl is None else roles.kl.coef
+        with watch("advantages"):
+            metrics |= make_advantages(samples, roles.policy, roles.reference, cfg, kl_coef=kl_coef)
         with watch("update"):
             lr = session.learning_rate(step)
-            metrics |= update_policy(roles.policy, roles.reference, samples, cfg, step=step, learning_rate=lr)
+            metrics |= update_policy(roles.policy, roles.reference, samples, cfg, step=step, learning_rate=lr, kl_coef=kl_coef)
+            if roles.kl is not None:
+                metrics["kl_coef"] = kl_coef
+                roles.kl.update(metrics.get("kl", math.nan))
         with watch("sync"):
             sync_weights(roles, step)
         with watch("dump"):

@@ -1,8 +1,8 @@
 """`rollouts/step-N.jsonl.zst`: every sample of a rollout step, one JSON object a line, zstandard-compressed.
 
 A line has: step, group, k, prompt, prompt_ids, reply, reply_ids, logp (as sampled), versions (one policy version a
-token), finish, reward (null: invalid), reward_parts, advantage, raw_reward (where rewards are shaped: before that), and
-answer where the data row has one.
+token), finish, reward (null: invalid), reward_parts, advantage, advantages (one a token, where they differ), raw_reward (where
+rewards are shaped: before that), and answer where the data row has one.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
     }
     if sample.raw_reward is not None:
         row["raw_reward"] = sample.raw_reward
+    if sample.advantages is not None:
+        row["advantages"] = sample.advantages
     if "answer" in sample.row:
         row["answer"] = sample.row["answer"]
     return row

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
-from rlmca.engines.base import AdapterUse
+from rlmca.engines.base import AdapterUse, Limits
 from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
 from rlmca.transfer.side_files import Tokenizer
@@ -39,7 +39,7 @@ class ExportOptions:
 class WorkerGroup(Protocol):
     """A role (policy, reference, …) as its loop sees it. Batches and results are whole; sharing them is the group's task."""
 
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float, limits: Limits | None = None) -> dict[str, float]:
         """One optimizer step on the whole batch; see `Engine.train_batch`."""
         ...
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
-from rlmca.engines.base import AdapterUse
+from rlmca.engines.base import AdapterUse, Limits
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
 from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
@@ -107,9 +107,9 @@ class RayGroup:
     def __init__(self, role: str, ranks: RayRanks) -> None:
         self.role, self._ranks = role, ranks
 
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float, limits: Limits | None = None) -> dict[str, float]:
         """See `WorkerGroup`."""
-        return self._call("train_batch", ray.put(batch), loss, learning_rate)
+        return self._call("train_batch", ray.put(batch), loss, learning_rate, limits)
 
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """See `WorkerGroup`."""

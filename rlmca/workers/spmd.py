@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlmca.algorithms.contract import Loss, TokenOutputs
 from rlmca.config import RunConfig
-from rlmca.engines.base import AdapterUse, Engine
+from rlmca.engines.base import AdapterUse, Engine, Limits
 from rlmca.engines.setup import build_engine, end_parallel, start_parallel
 from rlmca.layouts import Form
 from rlmca.parallel.groups import Parallel
@@ -30,10 +30,10 @@ class SpmdGroup:
     def __init__(self, engine: Engine, parallel: Parallel) -> None:
         self.engine, self.parallel = engine, parallel
 
-    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss: Loss, learning_rate: float, limits: Limits | None = None) -> dict[str, float]:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""
         batch = self._grown(batch)
-        return self.engine.train_batch(batch.rows(self._own(batch)), loss, learning_rate)
+        return self.engine.train_batch(batch.rows(self._own(batch)), loss, learning_rate, limits)
 
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: AdapterUse = True) -> TokenOutputs:
         """See `WorkerGroup`. A batch smaller than the data-parallel size is grown with rows of zero weight."""

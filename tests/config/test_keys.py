@@ -116,11 +116,9 @@ def test_what_comes_later_is_refused_by_name(key: str, value: Any, words: str) -
     [
         ("sync", {"method": "distributed"}, "sync: method: distributed: not in this version"),
         ("sync", {"delta": True}, "sync: delta: sending only what changed is not in this version"),
-        ("rl_algorithm", "dapo", "dapo: not in this version"),
-        ("advantage", "rloo", "rloo: not in this version"),
-        ("policy_loss", "gspo", "gspo: not in this version"),
+        ("rl_algorithm", "ppo", "ppo: not in this version"),
+        ("advantage", "gae", "gae: not in this version"),
         ("kl_estimator", "k1", "gradient is not that of the KL"),
-        ("kl_in", "reward", "not in this version"),
         ("rewards", "critic", "reward critic: not in this version"),
         ("gradient_accumulation_steps", 1, "stage grpo derives it"),
     ],

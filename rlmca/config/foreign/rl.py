@@ -9,13 +9,8 @@ from rlmca.config.foreign.entry import Foreign, always, refuse
 _LATER = "not in this version"
 
 RL: Mapping[str, Foreign] = {
-    **refuse("cispo_cap", f"policy_loss cispo is {_LATER}"),
-    **refuse("rollout_correction", f"{_LATER}", "write none", "none"),
-    **refuse("rollout_correction_cap rollout_correction_range", f"rollout_correction is {_LATER}"),
-    **refuse("kl_target", f"an adaptive KL coefficient is {_LATER}", "write kl_coef"),
-    **refuse("gamma lam value_clip vf_coef critic_learning_rate critic_model", f"a value model is {_LATER}", "write rl_algorithm: grpo"),
+    **refuse("lam value_clip vf_coef critic_learning_rate critic_model", f"a value model is {_LATER}", "write rl_algorithm: grpo"),
     **refuse("critic_warmup_steps", f"a value model is {_LATER}", "write rl_algorithm: grpo", 0),
-    **refuse("early_stop_kl", f"{_LATER}", "leave it out"),
     **refuse("use_dynamic_batch_size use_dynamic_bsz", "has another name here", "write max_tokens_per_microbatch"),
     **refuse("max_tokens_per_gpu ppo_max_token_len_per_gpu", "has another name here", "write max_tokens_per_microbatch"),
     **refuse("n_samples_per_prompt", "has another name here", "write num_generations"),
