@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from rlmca.cli import show
 from rlmca.config import ConfigError, Environment, RunConfig, load_config
 
-LATER = ("plan", "chat", "serve", "board")
+LATER = ("plan", "serve", "board")
 USAGE = """rlmca-cli COMMAND ...
 
   train x.yaml [key=value ...]      train (stages pt, sft, dpo and grpo); --dry_run prints the plan alone
   eval x.yaml [key=value ...]       score a data set with the reward functions
   generate x.yaml [key=value ...]   write replies to a data set
+  chat x.yaml [key=value ...]       talk to a model, or answer the lines of a pipe
   export x.yaml [key=value ...]     write a Hugging Face folder
   convert IN OUT [--tp N ...]       Hugging Face folders and Megatron checkpoints into each other; --help lists the options
   pairs REPLIES OUT [--min_margin X ...]  a ranking set for stage dpo out of scored replies; --help lists the options
@@ -68,7 +69,7 @@ def _dispatch(arguments: list[str]) -> int:
         from rlmca.cli.pairs import pairs_command
 
         return pairs_command(rest)
-    if command in ("train", "eval", "generate", "export"):
+    if command in ("train", "eval", "generate", "chat", "export"):
         return _run(command, rest)
     if command in LATER:
         raise ConfigError(f"command {command}: not in this version; rlmca-cli help lists the commands")

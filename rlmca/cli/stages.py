@@ -43,6 +43,10 @@ def _runner(cfg: RunConfig, command: str) -> Runner:
         from rlmca.run.commands import run_generate
 
         return run_generate
+    if command == "chat":
+        from rlmca.run.chat import run_chat
+
+        return run_chat
     if command == "export":
         from rlmca.run.commands import run_export
 

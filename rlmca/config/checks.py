@@ -24,6 +24,7 @@ from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.gathering_checks import gathering_findings, gathering_notes
 from rlmca.config.process_checks import process_findings
 from rlmca.config.schema import RunConfig, keys
+from rlmca.config.tracking import SWANLAB_KEYS
 from rlmca.config.train import MIN_LR_SCHEDULERS, TrainConfig
 
 Finding = tuple[tuple[str, ...], str]
@@ -31,6 +32,7 @@ Finding = tuple[tuple[str, ...], str]
 SFT_ONLY = ("gradient_accumulation_steps", "cutoff_len", "train_on_prompt", "mask_history", "val_size", *data_checks.KEYS)
 GRPO_ONLY = (*(name for name, key in keys().items() if key.section in ("rl", "gathering")), "ref_model")
 GENERATION_ONLY = tuple(name for name, key in keys().items() if key.section in ("generation", "rewards", "rollout"))
+CHAT_LEAVES = ("dataset", "eval_dataset", "rewards", "num_generations")
 EXPORT_ONLY = ("export_dir", "export_legacy_format")
 GRPO_REFUSES = {
     "gradient_accumulation_steps": "stage grpo derives it from mini_batch_size and per_device_train_batch_size; leave it out",
@@ -67,6 +69,10 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
         for name in ("use_ray", "ray_address", "ray_num_workers"):
             if getattr(cfg.processes, name):
                 yield f"{name} has no effect: {command} works in one process"
+        if command == "chat":
+            for name in CHAT_LEAVES:
+                if name in cfg.given:
+                    yield f"{name} has no effect: chat reads what you write and writes one reply, which nobody scores"
         yield from rollout_checks.notes(cfg)
         return
     given = cfg.given
@@ -97,6 +103,10 @@ def notes(cfg: RunConfig, command: str) -> Iterator[str]:
     yield from rollout_checks.notes(cfg)
     yield from batch_checks.notes(cfg)
     yield from gathering_notes(cfg)
+    if "swanlab" not in cfg.train.report_to:
+        yield from idle(SWANLAB_KEYS, "report_to has no swanlab")
+    if not cfg.train.report_to:
+        yield from idle(("project", "run_name"), "report_to names no tracker")
     yield from idle(EXPORT_ONLY, "the command export uses it")
     if cfg.train.save_strategy != "steps":
         yield from idle(("save_steps",), f"save_strategy is {cfg.train.save_strategy}")

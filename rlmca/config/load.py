@@ -15,7 +15,7 @@ from rlmca.config.foreign import ALIASES, FOREIGN
 from rlmca.config.reading import apply_overrides, read_file
 from rlmca.config.schema import SECTIONS, RunConfig, keys
 
-COMMANDS = ("train", "eval", "generate", "export")
+COMMANDS = ("train", "eval", "generate", "chat", "export")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, env: Environment, command: str = "train") -> RunConfig:
@@ -108,6 +108,8 @@ def _resolve(cfg: RunConfig) -> RunConfig:
         train = dataclasses.replace(train, stop_metric="eval_accuracy" if cfg.stage == "grpo" else "eval_loss")
     if cfg.stage == "pt" and data.packing is None and data.neat_packing is None:
         data = dataclasses.replace(data, packing=True)  # as in LLaMA-Factory
+    if cfg.tracking.use_swanlab and "swanlab" not in train.report_to:
+        train = dataclasses.replace(train, report_to=[*train.report_to, "swanlab"])
     if data.data_seed is None:
         data = dataclasses.replace(data, data_seed=train.seed)
     if megatron.recompute_granularity == "full" and megatron.recompute_method is None and megatron.recompute_num_layers is None:

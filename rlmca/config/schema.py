@@ -24,6 +24,7 @@ from rlmca.config.processes import ProcessesConfig
 from rlmca.config.rewards import RewardsConfig
 from rlmca.config.rl import RLConfig
 from rlmca.config.rollout import RolloutConfig
+from rlmca.config.tracking import TrackingConfig
 from rlmca.config.train import TrainConfig
 
 ROW_STAGES = ("pt", "sft")
@@ -70,6 +71,7 @@ class RunConfig:
     gathering: GatheringConfig = field(default_factory=GatheringConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False)
@@ -89,6 +91,7 @@ SECTIONS: Mapping[str, type] = {
     "gathering": GatheringConfig,
     "rewards": RewardsConfig,
     "rollout": RolloutConfig,
+    "tracking": TrackingConfig,
     "processes": ProcessesConfig,
     "export": ExportConfig,
 }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,15 +14,13 @@ from rich.text import Text
 
 from rlmca.observe.console import console as run_console
 from rlmca.observe.jsonl import dumps, plain, read_lines, write_atomically
-from rlmca.observe.trackers import Tracker, open_trackers
+from rlmca.observe.trackers import TrackerOptions, Trackers
 
 LOG_FILE = "trainer_log.jsonl"
 _SHOWN = (
     "loss", "eval_loss", "eval_accuracy", "eval_reward", "reward", "zero_std_groups", "lr", "grad_norm", "loss_scale", "kl", "entropy",
 )  # fmt: skip
 """Metrics of the console line, in this order, where they are logged; the file has all."""
-
-_logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -38,8 +35,7 @@ class RunLog:
         self,
         output_dir: str | Path,
         total_steps: int,
-        report_to: Sequence[str] = (),
-        run_name: str | None = None,
+        tracking: TrackerOptions | None = None,
         append: bool = False,
         is_main: bool = True,
         *,
@@ -53,9 +49,9 @@ class RunLog:
         self._start = clock()
         self._console = console or run_console()
         self._file: TextIO | None = None
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: Trackers | None = None
         if is_main:
-            self._trackers = open_trackers(report_to, Path(output_dir), run_name, self._first_step)
+            self._trackers = Trackers(tracking or TrackerOptions(), Path(output_dir), self._first_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _keep_until(self.path, step if append else 0)
             self._file = self.path.open("a", encoding="utf-8")
@@ -94,24 +90,17 @@ class RunLog:
             for key, value in line.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("current_steps", "total_steps")
         }
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tracker.log(step, scalars)
-            except Exception as error:  # a tracker's network or disk is no reason to lose a run
-                del self._trackers[name]
-                _logger.warning("report_to: %s failed at step %d and is switched off for the rest of the run: %r", name, step, error)
+        if self._trackers is not None:
+            self._trackers.log(step, scalars)
 
     def close(self) -> None:
         """Closes the file and the trackers."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.close()
-            except Exception as error:
-                _logger.warning("report_to: %s could not be closed: %r", name, error)
-        self._trackers = {}
+        if self._trackers is not None:
+            self._trackers.close()
+            self._trackers = None
 
     def __enter__(self) -> RunLog:
         return self

@@ -7,7 +7,7 @@ version of every token, so that a trainer never has to guess what was sampled, f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +96,13 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Reply]]:
         """Replies to every request, `result[i][k]` for `requests[i].seeds[k]`."""
+        ...
+
+    def stream(self, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Iterator[int]:
+        """The ids that `generate` gives for this prompt and seed, each as soon as it is there, the stop token included.
+
+        Closing the iterator ends the reply.
+        """
         ...
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -10,7 +10,7 @@ Shape legend: P prompts of a chunk, B replies of a chunk, A replies still in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,18 +88,40 @@ class LocalEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Reply]]:
         """Replies to every request, `result[i][k]` for `requests[i].seeds[k]`."""
-        if self._version < 0:
-            raise RolloutError("the local rollout engine has no weights: call update_weights before generate")
-        config = self.module.config.get_text_config(decoder=True)
-        longest = getattr(config, "max_position_embeddings", None)
-        limit = "the model's max_position_embeddings"
-        check_requests(requests, params, vocab_size=config.vocab_size, longest=longest, limit=limit)
+        self._check(requests, params)
         replies: list[list[Reply]] = [[] for _ in requests]
         pieces = plan_chunks([len(r.prompt_ids) for r in requests], [len(r.seeds) for r in requests], self.rollout_batch)
         for chunk in pieces:
             for piece, group in zip(chunk, self._generate_chunk(requests, chunk, params), strict=True):
                 replies[piece.request].extend(group)
         return replies
+
+    @torch.no_grad()
+    def stream(self, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Iterator[int]:
+        """The ids of one reply, one after the other: those that `generate` gives for this prompt and seed."""
+        self._check([Request(prompt_ids, [seed])], params)
+        state = _prefill(self.module, [prompt_ids], self.pad_id, self._windowed, torch.zeros(1, dtype=torch.int64, device=self.device))
+        seed_A = torch.tensor([seed], dtype=torch.int64, device=self.device)
+        for t in range(params.max_new_tokens):
+            token_A, logp_A = choose(state.logits_AV, params, seed_A, t)
+            if not bool(logp_A.isfinite().all()):
+                raise self._not_finite(t)
+            token = int(token_A)
+            yield token
+            if token in params.stop_ids or t + 1 == params.max_new_tokens:
+                return
+            state.step(self.module, token_A)
+
+    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
+        if self._version < 0:
+            raise RolloutError("the local rollout engine has no weights: call update_weights before generate")
+        config = self.module.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None)
+        limit = "the model's max_position_embeddings"
+        check_requests(requests, params, vocab_size=config.vocab_size, longest=longest, limit=limit)
+
+    def _not_finite(self, t: int) -> RolloutError:
+        return RolloutError(f"log-probabilities at reply position {t} are not finite with the weights of version {self._version}")
 
     def _generate_chunk(self, requests: Sequence[Request], chunk: Sequence[Piece], params: SamplingParams) -> list[list[Reply]]:
         prompts = [requests[piece.request].prompt_ids for piece in chunk]
@@ -117,7 +139,7 @@ class LocalEngine:
         for t in range(params.max_new_tokens):
             token_A, logp_A = choose(state.logits_AV, params, seed_A, t)
             if not bool((logp_A.isfinite() | done_A).all()):
-                raise RolloutError(f"log-probabilities at reply position {t} are not finite with the weights of version {self._version}")
+                raise self._not_finite(t)
             ids_tB.append(token_A.new_zeros(B).index_copy_(0, row_A, token_A))
             logp_tB.append(logp_A.new_zeros(B).index_copy_(0, row_A, logp_A))
             stopped_A = torch.isin(token_A, stops) & ~done_A

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlmca.config import RunConfig
-from rlmca.data import Hub, Prompts, load_prompts
+from rlmca.data import Hub, Prompt, load_prompts
 from rlmca.engines.finetuning_setup import adapter_folders
 from rlmca.layouts.families import family_of
 from rlmca.observe.console import console as run_console
@@ -26,7 +26,7 @@ from rlmca.observe.console import note
 from rlmca.observe.jsonl import dumps, write_atomically
 from rlmca.rewards import rewards_of
 from rlmca.rollout.base import RolloutEngine, SamplingParams
-from rlmca.run.evaluate import sample_all, summarise
+from rlmca.run.evaluate import sample_all, summarise, summarise_sets
 from rlmca.run.output import write_results
 from rlmca.run.source import Source, check_lengths, open_source, rollout_engine, rollout_form, run_dtype, sampling_params
 from rlmca.transfer.convert.base import ConvertError
@@ -49,7 +49,9 @@ class _Loaded:
     """What both eval and generate work with."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: Prompts
+    prompts: list[Prompt]
+    sets: dict[str, int]
+    """How many of the prompts each data set has; they stand one set after the other."""
     engine: RolloutEngine
     params: SamplingParams
     n: int
@@ -74,6 +76,8 @@ def run_eval(cfg: RunConfig, *, console: Console | None = None) -> dict[str, flo
         seconds = time.perf_counter() - start
         rewards.score(samples)
     metrics = summarise(samples)
+    if cfg.data.eval_on_each_dataset:
+        metrics |= summarise_sets(samples, loaded.sets)
     metrics["tokens_per_second"] = sum(len(s.reply_ids) for s in samples) / seconds
     _print(console, f"eval of {cfg.model.model_name_or_path} on {', '.join(_datasets(cfg))}", metrics)
     if cfg.train.output_dir:
@@ -164,22 +168,30 @@ def _datasets(cfg: RunConfig) -> list[str]:
 
 def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
     source = open_source(cfg)
+    hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
+    longest = cfg.generation.max_prompt_len
+    prompts: list[Prompt] = []
+    sets: dict[str, int] = {}
+    for name in _datasets(cfg):
+        found = load_prompts(cfg.data, source.template, longest, [name], note, seed=cfg.train.seed, hub=hub)
+        prompts += found
+        sets[name] = len(found)
+    check_lengths(cfg, source, prompts)
+    params = sampling_params(cfg, source, greedy=not sampled)
+    return _Loaded(source.tokenizer, prompts, sets, open_engine(cfg, source), params, n)
+
+
+def open_engine(cfg: RunConfig, source: Source) -> RolloutEngine:
+    """The rollout engine with the weights of the source's folder, the adapters of the configuration merged into them."""
     with contextlib.ExitStack() as stack:
         # whatever is wrong with the adapters shows before a model is loaded or a server started
         adapters = adapter_folders(cfg)
         merged = stack.enter_context(MergedFolder(source.folder, adapters)) if adapters else None
-        tensors = None if merged is None else merged.tensors(rollout_form(cfg))
-        return _load_engine(cfg, source, tensors, sampled=sampled, n=n)
+        return _start_engine(cfg, source, None if merged is None else merged.tensors(rollout_form(cfg)))
 
 
-def _load_engine(cfg: RunConfig, source: Source, tensors: Iterator[tuple[str, Tensor]] | None, *, sampled: bool, n: int) -> _Loaded:
-    """The rollout engine with the weights of the source's folder, or with `tensors`."""
-    hub = Hub(cache_dir=cfg.model.cache_dir, token=cfg.model.hf_hub_token)
-    longest, names = cfg.generation.max_prompt_len, _datasets(cfg)
-    prompts = load_prompts(cfg.data, source.template, longest, names, note, seed=cfg.train.seed, hub=hub)
+def _start_engine(cfg: RunConfig, source: Source, tensors: Iterator[tuple[str, Tensor]] | None) -> RolloutEngine:
     device = "cuda" if torch.cuda.is_available() and not cfg.train.use_cpu else "cpu"
-    params = sampling_params(cfg, source, greedy=not sampled)
-    check_lengths(cfg, source, prompts)
     log_dir = Path(cfg.train.output_dir) / "sglang" if cfg.train.output_dir else Path(tempfile.gettempdir()) / f"rlmca-{os.getpid()}"
     engine = rollout_engine(cfg, source, device, log_dir)
     if tensors is not None:
@@ -191,7 +203,7 @@ def _load_engine(cfg: RunConfig, source: Source, tensors: Iterator[tuple[str, Te
         except BaseException:
             engine.close()
             raise
-    return _Loaded(source.tokenizer, prompts, engine, params, n)
+    return engine
 
 
 def _generate(loaded: _Loaded, cfg: RunConfig, description: str) -> list[Sample]:

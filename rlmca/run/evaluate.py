@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -103,6 +103,18 @@ def summarise(samples: Sequence[Sample], *, judge: str | None = None) -> dict[st
         "prompts": float(len(groups)),
         "replies": float(len(samples)),
     }
+    return out
+
+
+def summarise_sets(samples: Sequence[Sample], sets: Mapping[str, int]) -> dict[str, float]:
+    """`summarise`'s metrics of every data set by itself, as `<set>_<metric>`; `sets` says how many of the groups, which are
+    numbered one set after the other, each has."""
+    out: dict[str, float] = {}
+    first = 0
+    for name, count in sets.items():
+        of_set = [sample for sample in samples if first <= sample.group < first + count]
+        out |= {f"{name}_{metric}": value for metric, value in summarise(of_set).items()}
+        first += count
     return out
 
 

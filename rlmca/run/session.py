@@ -18,6 +18,7 @@ from rlmca.run.lr import LearningRate
 from rlmca.run.output import prepare_output_dir, write_config, write_notes, write_results, write_trainer_state
 from rlmca.run.schedule import StepSchedule
 from rlmca.run.signals import StopSignal
+from rlmca.run.tracking import tracker_options
 from rlmca.workers import Ranks
 
 STATE_FILE = "run_state.json"
@@ -108,8 +109,7 @@ class Session:
         self._log = RunLog(
             self.output_dir,
             self.plan.total_steps,
-            self.cfg.train.report_to,
-            self.cfg.train.run_name,
+            tracker_options(self.cfg),
             append=self.resume_from is not None,
             is_main=self.parallel.is_main,
             step=self.step,

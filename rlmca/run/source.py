@@ -89,18 +89,23 @@ def rollout_form(cfg: RunConfig) -> Form | None:
     return None if resolve_engine(cfg) == "sglang" else LocalEngine.form
 
 
+def context_limit(cfg: RunConfig, source: Source) -> tuple[int | None, str]:
+    """Most tokens of prompt and reply together (None: no bound), and what sets it."""
+    config = read_hf_config(source.folder)
+    own = (config.get("text_config") or config).get("max_position_embeddings")
+    served = cfg.rollout.sglang.context_length if resolve_engine(cfg) == "sglang" else None
+    limit = min((n for n in (own, served) if n is not None), default=None)
+    return limit, "sglang: context_length" if limit is not None and limit == served else "the model's max_position_embeddings"
+
+
 def check_lengths(cfg: RunConfig, source: Source, prompts: Sequence[PromptRow]) -> None:
     """Raises RolloutError, before anything is written, when the longest prompt and its reply would not fit the model.
 
     An engine would find out in the middle of a run, at the first step that has that prompt.
     """
-    config = read_hf_config(source.folder)
-    own = (config.get("text_config") or config).get("max_position_embeddings")
-    served = cfg.rollout.sglang.context_length if resolve_engine(cfg) == "sglang" else None
-    limit = min((n for n in (own, served) if n is not None), default=None)
+    limit, name = context_limit(cfg, source)
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if limit is not None and longest + cfg.generation.max_new_tokens > limit:
-        name = "sglang: context_length" if limit == served else "the model's max_position_embeddings"
         raise RolloutError(
             f"the longest prompt has {longest} tokens and max_new_tokens is {cfg.generation.max_new_tokens}, together more than {name} "
             f"{limit}: lower max_new_tokens or max_prompt_len"

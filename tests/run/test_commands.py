@@ -118,3 +118,19 @@ def test_what_a_command_needs_is_named_before_it_starts(command: str) -> None:
         make_config({}, env=Environment(), command=command)
     needed = {"eval": ("eval_dataset", "rewards"), "generate": ("eval_dataset", "output_dir"), "export": ("export_dir",)}[command]
     assert all(any(key in line for line in error.value.errors) for key in ("model_name_or_path", *needed))
+
+
+def test_eval_tells_sets_apart(folder: Path, tmp_path: Path) -> None:
+    """Each set's own figures; the first set is answered rightly by half, the second, its right rows alone, wholly."""
+    rows = json.loads((folder / "rows.json").read_text())
+    (tmp_path / "all.json").write_text(json.dumps(rows))
+    (tmp_path / "good.json").write_text(json.dumps([{**row, "dataset": "a column of the user's"} for row in rows[1::2]]))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({name: {"file_name": f"{name}.json"} for name in ("all", "good")}))
+    cfg = config(
+        folder, "eval", rewards=[f"{folder}/rewards.py:exact"], dataset=None, eval_dataset="all,good", eval_on_each_dataset=True,
+        dataset_dir=str(tmp_path), output_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    metrics = run_eval(cfg, console=quiet())
+    assert (metrics["accuracy"], metrics["all_accuracy"], metrics["good_accuracy"]) == (pytest.approx(4 / 6), 0.5, 1.0)
+    assert (metrics["all_prompts"], metrics["good_prompts"], metrics["good_reward/exact"]) == (4, 2, 1.0)
+    assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_good_accuracy"] == 1.0

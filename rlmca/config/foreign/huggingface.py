@@ -32,7 +32,6 @@ LOGGING: Mapping[str, Foreign] = {
     **no_effect("log_level log_level_replica", "messages are few and come from one process"),
     **no_effect("disable_tqdm", "progress bars are quiet when the output is no terminal"),
     **no_effect("skip_memory_metrics", "peak memory is not a reason to slow a run down"),
-    **refuse("project", f"settings of a tracker are {_LATER}", "write run_name", "huggingface"),
     **refuse(
         "trackio_space_id trackio_bucket_id trackio_static_space_id", f"settings of a tracker are {_LATER}", "write report_to: trackio"
     ),

@@ -160,13 +160,7 @@ OPTIMISERS: Mapping[str, Foreign] = {
     **refuse("asft_alpha eaft_alpha", f"other supervised losses are {_LATER}"),
 }
 TRACKING: Mapping[str, Foreign] = {
-    **refuse("use_swanlab", "has another name here", "write report_to: swanlab"),
-    **refuse(
-        "swanlab_project swanlab_workspace swanlab_run_name swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret",
-        f"settings of a tracker are {_LATER}",
-        "write report_to: swanlab and run_name; SwanLab reads its own environment variables",
-    ),
-    **refuse("swanlab_mode", f"settings of a tracker are {_LATER}", "SwanLab reads its own environment variables", "cloud"),
+    **refuse("swanlab_lark_webhook_url swanlab_lark_secret", f"messages to Lark are {_LATER}", "leave it out"),
     **refuse("compute_accuracy", f"token accuracy is {_LATER}"),
     **refuse("early_stopping_steps", f"early stopping is {_LATER}", "write max_steps"),
     **no_effect("include_effective_tokens_per_second", "throughput is always logged"),

@@ -79,6 +79,29 @@ class ServerClient:
                 raise RolloutError(f"{self.server.name} answered {path} with something that is not JSON: {raw[:200]!r}") from None
             return status, raw[:500].decode(errors="replace")
 
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+        """The `data:` lines of a streamed answer to a POST, up to `[DONE]`; raises RolloutError when it is refused or breaks off."""
+        waiting = aiohttp.ClientTimeout(total=None, sock_read=self._timeout)
+        try:
+            async with self._session.post(
+                self.server.url + path, data=json.dumps(body).encode(), headers=self._headers(), timeout=waiting
+            ) as response:
+                if response.status != 200:
+                    raise self._refused(path, response.status, (await response.read())[:500].decode(errors="replace"))
+                async for line in response.content:
+                    text = line.strip().removeprefix(b"data:").strip()
+                    if text == b"[DONE]":
+                        return
+                    if text:
+                        yield json.loads(text)
+        except TimeoutError:
+            raise RolloutError(f"{self.server.name} did not go on with {path} within {self._timeout:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            if self.server.process is not None and await asyncio.to_thread(self.server.process.wait, _DEATH_S):
+                raise dead(self.server, path) from error
+            raise RolloutError(f"{self.server.name} broke off at {path}: {error or type(error).__name__}") from error
+        raise RolloutError(f"{self.server.name} ended its answer to {path} before it was whole")
+
     def _headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json", **authorization(self.server.api_key)}
 

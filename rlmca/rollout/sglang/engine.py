@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from rlmca.rollout.requests import check_requests
 from rlmca.rollout.sglang.client import ServerClient, generate_all, open_clients, run_watched, together
 from rlmca.rollout.sglang.expected import ExpectedTensors
 from rlmca.rollout.sglang.server import SglangServer, without_end_tokens
+from rlmca.rollout.sglang.streaming import stream_tokens
 from rlmca.rollout.sglang.weights import files_parent, load_files, send_tensors, update_folder, write_files
 
 IN_FLIGHT = 256
@@ -78,15 +80,25 @@ class SglangEngine:
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Reply]]:
         """Replies to every request, `result[i][k]` for `requests[i].seeds[k]`."""
-        self._check_open()
-        if self._version == NO_VERSION:
-            raise RolloutError("the SGLang engine has no weights that can be trusted: call update_weights before generate")
-        check_requests(
-            requests, params, vocab_size=self.model.vocab_size, longest=self.model.max_length, limit="the servers' context_length"
-        )
+        self._check(requests, params)
         work = [(i % len(self.servers), request.prompt_ids, seed) for i, request in enumerate(requests) for seed in request.seeds]
         replies = iter(self._run(self._generate(work, params)))
         return [[self._trusted(next(replies), i) for _ in request.seeds] for i, request in enumerate(requests)]
+
+    def stream(self, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Iterator[int]:
+        """The ids of one reply of the first server, as they come; those that `generate` gives for this prompt and seed."""
+        self._check([Request(prompt_ids, [seed])], params)
+        with asyncio.Runner() as runner:
+            tokens = self._stream(prompt_ids, seed, params)
+
+            async def following() -> int | None:
+                return await anext(tokens, None)
+
+            try:
+                while (token := runner.run(following())) is not None:
+                    yield token
+            finally:
+                runner.run(_closed(tokens))
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Gives every server the weights of the stream, each tensor exactly once, and names them `version`.
@@ -111,6 +123,19 @@ class SglangEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    async def _stream(self, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> AsyncIterator[int]:
+        async with open_clients(self.servers[:1], self.timeout) as (client,):
+            async for token in stream_tokens(client, prompt_ids, seed, params, self._version):
+                yield token
+
+    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
+        self._check_open()
+        if self._version == NO_VERSION:
+            raise RolloutError("the SGLang engine has no weights that can be trusted: call update_weights before generate")
+        check_requests(
+            requests, params, vocab_size=self.model.vocab_size, longest=self.model.max_length, limit="the servers' context_length"
+        )
 
     def _run(self, work: Any) -> Any:
         return run_watched(self.servers, work)
@@ -153,3 +178,8 @@ class SglangEngine:
         if stale is not None:
             raise RolloutError(f"request {request}: a reply holds tokens of version {stale}, and the weights are version {self._version}")
         return reply
+
+
+async def _closed(tokens: AsyncIterator[int]) -> None:
+    """Ends a stream that may be under way: its connection closes, and the server gives up the reply."""
+    await tokens.aclose()  # type: ignore[attr-defined]
