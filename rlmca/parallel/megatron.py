@@ -83,6 +83,8 @@ def _same_layout(tp: int, pp: int, cp: int, vpp: int, ep: int, etp: int) -> bool
     """True when the groups that exist are those of this layout: new ones would cost sockets and threads each time."""
     if not parallel_state.model_parallel_is_initialized():
         return False
+    if parallel_state.get_tensor_model_parallel_group() not in c10d._world.pg_map:
+        return False  # a run of the other engine in this process ended all groups, and Megatron does not know
     here = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),

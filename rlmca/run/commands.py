@@ -176,8 +176,8 @@ def _load(cfg: RunConfig, *, sampled: bool, n: int) -> _Loaded:
         found = load_prompts(cfg.data, source.template, longest, [name], note, seed=cfg.train.seed, hub=hub)
         prompts += found
         sets[name] = len(found)
-    check_lengths(cfg, source, prompts)
     params = sampling_params(cfg, source, greedy=not sampled)
+    check_lengths(cfg, source, prompts)
     return _Loaded(source.tokenizer, prompts, sets, open_engine(cfg, source), params, n)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmca.parallel import megatron, platform
+from rlmca.parallel import groups, megatron, platform
 from tests.helpers.models import FAMILIES, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ print(json.dumps(model(torch.arange(3, 15)[None]).logits.double().sum((0, 1)).to
 """
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f == "qwen3_tied" else pytest.mark.whole) for f in sorted(FAMILIES)])
 def test_transformers_loads_the_same_model_with_and_without_it(family: str, tmp_path: Path) -> None:
     """A wrapped constructor that misses a meta-device context leaves rotary buffers uninitialised, silently."""
     folder = save_model(family, tmp_path / "model")
@@ -52,3 +52,11 @@ def test_constructors_named_cuda_land_on_the_device_of_the_platform() -> None:
 def test_a_world_that_does_not_fit_is_an_error_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="world size 12 is not a multiple of tensor 4 x pipeline 2 = 8"):
         megatron.start(tp=4, pp=2, world_size=12)
+
+
+def test_megatron_starts_again_after_a_run_of_the_other_engine_in_one_process() -> None:
+    megatron.start()
+    groups.close()  # what the other engine ends with: Megatron still remembers groups that are gone
+    groups.start()
+    assert megatron.start().pp_rank == 0
+    megatron.close()
