@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlmca.algorithms.aggregate import LossAgg, mask_counts, token_weights
 from rlmca.algorithms.contract import Counts, Metrics, TokenOutputs
-from rlmca.algorithms.correction import RolloutCorrection, correction_metrics, correction_ratio, correction_weights
+from rlmca.algorithms.correction import CorrectionKind, RolloutCorrection, correction_metrics, correction_ratio, correction_weights
 from rlmca.algorithms.kl import KlKind, kl
 from rlmca.algorithms.numeric import live_index, poison, take
 from rlmca.algorithms.objectives import objective, ratio_metrics
@@ -155,7 +155,7 @@ def policy_loss(
     cispo_cap: float | None = None,
     cispo_floor: float | None = None,
     rollout_logp: Tensor | None = None,
-    correction: RolloutCorrection | None = None,
+    correction: RolloutCorrection | CorrectionKind | None = None,
     loss_agg: LossAgg = "seq_mean_token_mean",
     loss_agg_constant: float | None = None,
     ref_logp: Tensor | None = None,
@@ -170,6 +170,7 @@ def policy_loss(
     mask [B, T], nonzero at live tokens. `old_logp` None: the current policy, ratio exactly 1. `clip_low` and `clip_high`
     can be given for every kind, as callers that compare kinds do: cispo reads `clip_high` only, and only without
     `cispo_cap`; reinforce reads neither. Other options that the kind does not read raise ValueError (`PolicyOptions`).
+    `correction`: a kind by its name has the default bounds.
     """
     options = PolicyOptions(
         kind=kind,
@@ -178,7 +179,7 @@ def policy_loss(
         dual_clip=dual_clip,
         cispo_cap=cispo_cap,
         cispo_floor=cispo_floor,
-        correction=correction,
+        correction=RolloutCorrection(correction) if isinstance(correction, str) else correction,
         loss_agg=loss_agg,
         loss_agg_constant=loss_agg_constant,
         kl_coef=kl_coef,

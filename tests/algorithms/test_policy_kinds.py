@@ -124,3 +124,13 @@ def test_correction_metrics_are_there_without_a_correction_too() -> None:
 def test_corrections_refuse_what_means_nothing(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(**options)
+
+
+def test_a_correction_by_its_name_has_the_default_bounds() -> None:
+    rollout = OLD - 1.0  # ratio e, beyond both caps
+    named, spelt = (
+        policy_loss(OLD, OLD, torch.ones(1), ONES, rollout_logp=rollout, correction=correction)[0].item()
+        for correction in ("tis", RolloutCorrection("tis", cap=2.0))
+    )
+    assert named == spelt == -2.0
+    assert policy_loss(OLD, OLD, torch.ones(1), ONES, rollout_logp=rollout, correction="icepop")[0].item() == 0.0
