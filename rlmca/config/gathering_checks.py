@@ -25,6 +25,12 @@ def gathering_findings(cfg: RunConfig) -> Iterator[Finding]:
             ("overlong_buffer", "rewards"),
             "overlong_buffer and the reward overlong would both take off for length: leave one out",
         )
+    if g.dynamic_sampling and cfg.rl.num_generations < 2 and cfg.rl.advantage == "reinforce_plus_plus":  # the others refuse it anyway
+        yield (
+            ("dynamic_sampling", "num_generations"),
+            "dynamic_sampling: one reply to a prompt scores like itself, so that no group would be kept; write num_generations of at "
+            "least 2, or dynamic_sampling: false",
+        )
     if not g.curriculum_range:
         yield ("curriculum_range",), "curriculum_range: has no value: write [low, high], or leave it out"
     if g.prompt_filter is not None:
@@ -46,7 +52,7 @@ def gathering_notes(cfg: RunConfig) -> Iterator[str]:
     g, rl, given = cfg.gathering, cfg.rl, cfg.given
     if not g.dynamic_sampling and "dynamic_sampling_max_batches" in given:
         yield "dynamic_sampling_max_batches has no effect: dynamic_sampling is false"
-    if g.dynamic_sampling and rl.drop_zero_std_groups:
+    if g.dynamic_sampling and rl.drop_zero_std_groups and not g.overlong_buffer:  # which can make scores alike that differed
         yield "drop_zero_std_groups has no effect: dynamic_sampling replaces such groups"
     if g.curriculum == "none" and "curriculum_range" in given:
         yield "curriculum_range has no effect: curriculum is none"

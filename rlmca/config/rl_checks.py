@@ -55,10 +55,10 @@ def _advantages(cfg: RunConfig) -> Iterator[Finding]:
             ("gamma", "advantage"),
             f"gamma belongs to advantage: reinforce_plus_plus, and advantage is {rl.advantage}: leave it out",
         )
-    if rl.drop_zero_std_groups and rl.advantage == "reinforce_plus_plus":
+    if rl.drop_zero_std_groups and rl.token_level:
         yield (
             ("drop_zero_std_groups", "advantage"),
-            "drop_zero_std_groups: replies that score alike still have advantages with advantage: reinforce_plus_plus; leave it out",
+            f"drop_zero_std_groups: advantage: {rl.advantage} whitens over all replies, those that score alike included; leave it out",
         )
     if rl.drop_zero_std_groups and rl.kl_rewarded:
         yield (

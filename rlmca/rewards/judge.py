@@ -64,7 +64,7 @@ class JudgeOptions:
     prompt: str = PROMPT
     rubric: str = RUBRIC
     api_key_env: str | None = None
-    score_pattern: str = r"(?i)score\W{0,8}(-?\d{1,6}(?:\.\d{1,6})?)"
+    score_pattern: str = r"(?i)score\W{0,8}?(-?\d{1,6}(?:\.\d{1,6})?)"
     low: float = 0.0
     high: float = 10.0
     temperature: float = 0.0
@@ -170,7 +170,7 @@ def judge(options: JudgeOptions, pool: CheckPool) -> Reward:
 def mark_in(text: str, options: JudgeOptions) -> float | None:
     """The last mark in what the judge said after its thought, None without one between low and high."""
     try:
-        found = regex.findall(options.score_pattern, after_thought(text), timeout=2)
+        found = regex.findall(options.score_pattern, after_thought(text).replace("\u2212", "-"), timeout=2)  # the minus sign of typesetters
     except TimeoutError:
         return None
     if not found:

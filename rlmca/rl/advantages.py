@@ -84,9 +84,11 @@ def _of_replies(samples: Sequence[Sample], penalties: list[list[float]] | None, 
 def _of_tokens(samples: Sequence[Sample], penalties: list[list[float]] | None, cfg: RunConfig, kl_coef: float) -> None:
     rl, lengths = cfg.rl, [len(s.reply_ids) for s in samples]
     T = max(lengths)
+    # whitened over what is trained on, and nothing else
+    live_B = torch.tensor([not (rl.mask_truncated and s.truncated) for s in samples])
     _, advantage_BT = reinforce_plus_plus(
         [s.reward for s in samples],
-        torch.arange(T) < torch.tensor(lengths)[:, None],
+        (torch.arange(T) < torch.tensor(lengths)[:, None]) & live_B[:, None],
         kl=None if penalties is None else pad_rows(penalties, dtype=torch.float32, width=T),
         kl_coef=0.0 if penalties is None else kl_coef,
         gamma=rl.gamma,

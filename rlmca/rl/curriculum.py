@@ -41,11 +41,14 @@ class Curriculum:
     def check(self, needed: int, step: int) -> None:
         """LateError when fewer prompts are in use than rollout `step` needs. Starts the figures of that step."""
         self._newest = []
-        if self.left >= needed:
-            return
+        if self.left < needed:
+            raise self.too_few(needed, step)
+
+    def too_few(self, needed: int, step: int) -> LateError:
+        """What is said when the prompts in use do not suffice."""
         easy = sum(rate > self.high for rate in self.rates.values())
         hard = sum(rate < self.low for rate in self.rates.values())
-        raise LateError(
+        return LateError(
             f"curriculum: pass_rate leaves {self.left} of {self.num_prompts} prompts for step {step}, which needs rollout_batch_size "
             f"{needed}: {easy} are above curriculum_range [{self.low:g}, {self.high:g}] and {hard} below it; widen curriculum_range, "
             "add prompts, or write curriculum: none"

@@ -73,6 +73,8 @@ def gather(
                 raise _too_few(drawn, options, groups, step)
             break
         count = math.ceil(round((groups - len(drawn.kept)) * options.oversample, 6))  # 10 x 1.1 is 11, not a little more
+        if curriculum is not None and not curriculum.left:  # the batches of this very rollout put the last prompt out of use
+            raise curriculum.too_few(groups, step)
         rows = order.take(count) if plain else next_rows(order, count, taken, curriculum)
         samples = draw(rows, drawn.prompts)
         _sort(samples, rows, drawn, options, curriculum)
@@ -94,7 +96,10 @@ def next_rows(order: ShuffledOrder, count: int, taken: set[int], curriculum: Cur
     A row that is passed over counts as read. Once every admitted row has been taken, each may come once more.
     """
     rows: list[int] = []
-    left = order.num_rows if curriculum is None else curriculum.left
+    left = order.num_rows
+    if curriculum is not None:
+        left = curriculum.left
+        taken.intersection_update(filter(curriculum.admits, list(taken)))  # one that left since is none of those in use
     while len(rows) < count:
         if len(taken) >= left:
             taken.clear()

@@ -19,6 +19,10 @@ MCA = Environment(use_mca=True)
     [
         ({"oversample": 0.9}, "oversample: 0.9 is too small: at least 1"),
         ({"dynamic_sampling": True, "num_generations": 1}, "num_generations: 1"),
+        (
+            {"dynamic_sampling": True, "num_generations": 1, "rl_algorithm": "reinforce_plus_plus"},
+            "dynamic_sampling: one reply",
+        ),
         ({"dynamic_sampling_max_batches": 0}, "dynamic_sampling_max_batches: 0 is too small"),
         ({"overlong_buffer": 600}, "overlong_buffer: 600 tokens are more than max_new_tokens 512"),
         ({"curriculum_range": [0.9, 0.1]}, "curriculum_range"),

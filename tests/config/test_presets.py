@@ -143,7 +143,12 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"gamma": 0.9}, {"rl_algorithm": "reinforce_plus_plus"}, "gamma belongs to advantage: reinforce_plus_plus"),
     ({"rl_algorithm": "dr_grpo", "advantage_std": "sample"}, {"advantage": "grpo"}, "advantage_std: sample belongs to advantage: grpo"),
     ({"num_generations": 1}, {"rl_algorithm": "reinforce_plus_plus"}, "gives every reply advantage 0"),
-    ({"rl_algorithm": "reinforce_plus_plus", "drop_zero_std_groups": True, "kl_coef": 0}, {"drop_zero_std_groups": False}, "still have"),
+    (
+        {"rl_algorithm": "reinforce_plus_plus", "drop_zero_std_groups": True, "kl_coef": 0},
+        {"drop_zero_std_groups": False},
+        "whitens over all replies",
+    ),
+    ({"rl_algorithm": "reinforce_plus_plus_baseline", "drop_zero_std_groups": True}, {"drop_zero_std_groups": False}, "whitens over all"),
     ({"kl_in": "reward", "drop_zero_std_groups": True}, {"kl_in": "loss"}, "still differ in the KL"),
 ]
 

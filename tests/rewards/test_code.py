@@ -81,6 +81,21 @@ def test_limits_are_above_zero(options: dict[str, Any]) -> None:
 
 # --- verdicts
 
+READS_AHEAD = """
+import os
+text = b''
+for fd in range(3, 64):
+    try:
+        text += os.pread(fd, 1 << 20, 0)
+    except OSError:
+        pass
+for fd in range(3, 64):
+    for word in text.replace(b'"', b' ').split():
+        try:
+            os.write(fd, b'\\n' + word + b'\\n')
+        except OSError:
+            pass
+"""
 DOUBLE = "def f(x):\n    return 2 * x\n"
 ASSERTS = ("assert f(1) == 2", "assert f(2) == 4", "assert f(3) == 7", "assert f('a') == 'aa'")
 
@@ -97,6 +112,10 @@ ASSERTS = ("assert f(1) == 2", "assert f(2) == 4", "assert f(3) == 7", "assert f
         (DOUBLE + "print('ok\\n' * 100); input()\n", 0.0),
         ("import sys, atexit\natexit.register(print, 'passed')\n" + DOUBLE, 0.75),
         ("import builtins, os\nbuiltins.AssertionError = Warning\nos.write = os._exit = print\ndef f(x): return 0\n", 0.0),
+        ("import builtins\nbuiltins.exec = lambda *a: None\n", 0.0),
+        ("import builtins\nreal = compile\nbuiltins.compile = lambda s, *a: real('0', *a)\n", 0.0),
+        ("import builtins\nclass bytes:\n    fromhex = staticmethod(lambda s: b'0')\nbuiltins.bytes = bytes\n", 0.0),
+        (READS_AHEAD, 0.0),
         ("seen = []\ndef f(x):\n    seen.append(x)\n    return 2 * x if len(seen) == 1 else None\n", 0.75),
         ("import os, signal\ndef f(x): os.kill(os.getppid(), signal.SIGKILL)\n", 0.0),
         ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n" + DOUBLE, 0.75),

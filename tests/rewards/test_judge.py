@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,8 @@ def test_the_cache_is_bounded_and_the_oldest_leave(tmp_path: Path) -> None:
 def test_the_mark_is_the_last_after_the_thought() -> None:
     options = JudgeOptions(base_url="http://h/v1", model="m")
     assert mark_in("Score: 3. No: **Score:** 4.5/10", options) == 4.5
+    signed = dataclasses.replace(options, low=-5.0)
+    assert [mark_in(text, signed) for text in ("Score: -3", "**Score:** -2.5", "Score: \u22121", "Score - 4")] == [-3.0, -2.5, -1.0, 4.0]
     assert [mark_in(text, options) for text in ("", "<think>score 3</think>", "score: eleven", "score " * 100_000)] == [None] * 4
 
 

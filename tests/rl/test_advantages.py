@@ -143,3 +143,17 @@ def test_an_update_does_not_depend_on_micro_batches(name: str, folder: Path) -> 
     for other in after[1:]:
         for key, tensor in other.items():
             torch.testing.assert_close(tensor, after[0][key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_masked_truncated_replies_are_in_no_whitening(name: str, pair: tuple[SpmdGroup, SpmdGroup]) -> None:
+    """What is trained on has mean 0 and spread 1, whatever the replies scored that are left out of the loss."""
+    found = drawn()
+    for number, sample in enumerate(found):
+        sample.finish = "length" if number % 4 == 0 else "stop"
+    found[0].reward = 1e6
+    cfg = config(rl_algorithm=name, mask_truncated=True, kl_coef=0.0)
+    make_advantages(found, *pair, cfg, kl_coef=0.0)
+    trained = torch.tensor([a for s in found if not s.truncated and s.reward is not None for a in s.advantages or []], dtype=torch.float64)
+    assert not any(any(s.advantages or []) for s in found if s.truncated)
+    assert abs(float(trained.mean())) < 1e-6 and float(trained.std()) == pytest.approx(1, abs=1e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -165,3 +165,25 @@ def test_oversampling_asks_for_whole_prompts(groups: int, oversample: float, ask
     table = Table(*[MIXED] * 20)
     run(table, groups=groups, oversample=oversample)
     assert [len(rows) for rows in table.asked] == [asked]
+
+
+def test_a_curriculum_that_runs_dry_inside_a_rollout_says_so() -> None:
+    table = Table(*[(0.0, 0.0)] * 4)
+    with pytest.raises(LateError, match=r"leaves 0 of 4 prompts for step 7.*4 below"):
+        run(table, curriculum=Curriculum(4, 0.05, 0.95), dynamic_sampling=True)
+
+
+def test_a_prompt_that_left_the_curriculum_does_not_stand_for_one_that_was_not_asked_yet() -> None:
+    def orders() -> Iterator[list[int]]:  # one row was read before; the next epoch begins with the first of the other three
+        for seed in range(1000):
+            order = ShuffledOrder(4, 2, seed)
+            rows = order.take(5)
+            if rows[4] == rows[1]:
+                yield [seed, *rows]
+
+    seed, before, kept, *gone, _ = next(orders())
+    table = Table(*(MIXED if row in (before, kept) else ALIKE for row in range(4)))
+    order = ShuffledOrder(4, 2, seed)
+    order.take(1)
+    found = run(table, order, Curriculum(4, 0.05, 0.95), groups=2, dynamic_sampling=True, oversample=1.5)
+    assert table.asked[0] == [kept, *gone] and rows_of(found) == [kept, before]
