@@ -20,6 +20,7 @@ KEYS = (
     "data_shared_file_system",
 )
 """Keys of rows that are tokenised for training; prompts of stage grpo are not."""
+IDLE_FOR_PAIRS = ("buffer_size", "overwrite_cache", "preprocessing_batch_size", "data_shared_file_system")
 _TEXTS = "stage pt trains on every token of a text"
 
 
@@ -86,6 +87,8 @@ def _streaming(cfg: RunConfig) -> Iterator[Finding]:
 def notes(cfg: RunConfig) -> Iterator[str]:
     """One sentence for each of these keys that the run does not use."""
     data, given = cfg.data, cfg.given
+    if cfg.stage == "dpo":
+        yield from (f"{name} has no effect: stage dpo reads its pairs into memory in every run" for name in IDLE_FOR_PAIRS if name in given)
     if cfg.stage not in ROW_STAGES:
         return
     if cfg.stage == "pt":
@@ -98,6 +101,8 @@ def notes(cfg: RunConfig) -> Iterator[str]:
         yield "buffer_size has no effect: disable_shuffling keeps the order of the files"
     if data.overwrite_cache and not data.tokenized_path:
         yield "overwrite_cache has no effect: without tokenized_path the sources are read anew in every run"
+    if data.streaming and "preprocessing_batch_size" in given:
+        yield "preprocessing_batch_size has no effect: streaming tokenises rows as they are needed, one by one"
     if data.streaming and data.data_shared_file_system:
         yield "data_shared_file_system has no effect: with streaming every process reads the data by itself"
     if len(data.dataset) == 1 and data.mix_strategy != "concat":

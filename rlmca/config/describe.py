@@ -27,7 +27,7 @@ def describe(name: str) -> list[str]:
         text += [f"  {foreign.instead}"] if foreign.instead else []
         accepted = [str(v).lower() if isinstance(v, bool) else str(v) for v in foreign.accepted if v not in (None, "", [], {})]
         return [*text, f"  accepted values: {', '.join(accepted)}"]
-    close = nearest(name, [*keys(), *ALIASES, *FOREIGN])
+    close = nearest(name, [*keys(), *ALIASES]) or nearest(name, FOREIGN)
     raise ConfigError(f"{name}: unknown key" + (f", did you mean {close}?" if close else ""))
 
 

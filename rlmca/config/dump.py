@@ -14,7 +14,8 @@ from rlmca.config.preference_checks import DPO_ONLY
 from rlmca.config.reading import scalar_resolvers
 from rlmca.config.schema import RunConfig, keys
 
-_SECRET_NAMES = {"api_key", "token", "hf_token", "hub_token", "access_token", "auth_token", "password", "secret"}
+_SECRET_NAMES = {"api_key", "token", "hf_token", "hub_token", "access_token", "auth_token", "password", "secret", "authorization"}
+_SECRET_ENDS = ("_api_key", "_access_token", "_auth_token", "_password", "_secret")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -45,7 +46,13 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items() if not (isinstance(v, str) and str(k).lower() in _SECRET_NAMES)}
+        return {k: _plain(v) for k, v in value.items() if not (isinstance(v, str) and _secret(str(k)))}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+def _secret(name: str) -> bool:
+    """Whether an option of a user's function or of an engine has the name of a secret."""
+    name = name.lower().replace("-", "_")
+    return name in _SECRET_NAMES or name.endswith(_SECRET_ENDS)

@@ -17,10 +17,11 @@ from typing import Any
 from rlmca.data.errors import DataError
 from rlmca.data.info import INFO_FILE
 
+COLUMNS = {"messages": "messages", "chosen": "chosen", "rejected": "rejected"}
 ENTRY = {
     "ranking": True,
     "formatting": "sharegpt",
-    "columns": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"},
+    "columns": COLUMNS,
     "tags": {
         "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
         "function_tag": "function_call", "system_tag": "system",
@@ -122,8 +123,9 @@ def _allowed(chosen: Reply, rejected: Reply, rules: PairRules) -> bool:
 
 def pairs_of_rows(rows: Iterable[Mapping[str, Any]], rules: PairRules) -> tuple[list[dict[str, Any]], Counter[str]]:
     """(rows of a ranking set, prompts without a pair by reason) of rows with `messages`, `predict`, `reward`, and, where they
-    are there, `finish` and `ids`. Rows with the same messages are replies to one prompt. DataError for a row of another form."""
-    prompts: dict[str, tuple[list[Any], list[Reply]]] = {}
+    are there, `finish`, `ids` and `tools`. Rows with the same messages and tools are replies to one prompt. DataError for a row of
+    another form."""
+    prompts: dict[str, tuple[list[Any], Any, list[Reply]]] = {}
     for number, row in enumerate(rows, start=1):
         messages = row.get("messages")
         if not isinstance(messages, list) or not isinstance(row.get("predict"), str) or "reward" not in row:
@@ -133,10 +135,12 @@ def pairs_of_rows(rows: Iterable[Mapping[str, Any]], rules: PairRules) -> tuple[
             )
         ids, score = row.get("ids"), row["reward"]
         reply = Reply(row["predict"], score, row.get("finish") == "length", len(ids) if isinstance(ids, list) else None)
-        prompts.setdefault(json.dumps(messages, ensure_ascii=False), (messages, []))[1].append(reply)
+        tools = row.get("tools")
+        prompts.setdefault(json.dumps([messages, tools], ensure_ascii=False), (messages, tools, []))[2].append(reply)
     out: list[dict[str, Any]] = []
     without: Counter[str] = Counter()
-    for messages, replies in prompts.values():
+    listed = any(tools for _, tools, _ in prompts.values())
+    for messages, tools, replies in prompts.values():
         if any(message.get("tool_calls") for message in messages):
             without["the prompt holds tool calls"] += 1
             continue
@@ -146,7 +150,8 @@ def pairs_of_rows(rows: Iterable[Mapping[str, Any]], rules: PairRules) -> tuple[
         turns = [{"role": message["role"], "content": message["content"]} for message in messages]
         for chosen, rejected in found:
             sides = {name: {"role": "assistant", "content": reply.text} for name, reply in (("chosen", chosen), ("rejected", rejected))}
-            out.append({"messages": turns, **sides, "chosen_score": chosen.score, "rejected_score": rejected.score})
+            shown = {"tools": json.dumps(tools, ensure_ascii=False) if tools else ""} if listed else {}
+            out.append({"messages": turns, **shown, **sides, "chosen_score": chosen.score, "rejected_score": rejected.score})
     return out, without
 
 
@@ -163,7 +168,9 @@ def write_ranking_set(path: Path, rows: Sequence[Mapping[str, Any]], name: str) 
         raise DataError(f"{info_path} has a data set {name!r} of another file already: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    _write(info_path, json.dumps({**info, name: {"file_name": path.name, **ENTRY}}, ensure_ascii=False, indent=2) + "\n")
+    columns = {**COLUMNS, **({"tools": "tools"} if "tools" in rows[0] else {})}
+    entry = {"file_name": path.name, **ENTRY, "columns": columns}
+    _write(info_path, json.dumps({**info, name: entry}, ensure_ascii=False, indent=2) + "\n")
     return info_path
 
 

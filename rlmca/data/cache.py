@@ -8,6 +8,7 @@ tokens depend on; a cache with another key is refused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -70,9 +71,10 @@ def load_or_make(path: Path, key: Mapping[str, str], make: Callable[[], TrainEva
         _write(partial, key, made)
         rows = read_cache(partial)  # its maps stay valid whatever becomes of the name
         if overwrite and path.exists():
-            old = partial.with_suffix(".old")
-            path.rename(old)
-            shutil.rmtree(old)
+            old = path.with_name(f"{partial.name}-old")  # a name of its own: one that was left by a killed run is in nobody's way
+            with contextlib.suppress(FileNotFoundError):  # another process that overwrites was first
+                path.rename(old)
+                shutil.rmtree(old)
         try:
             partial.rename(path)
         except OSError:

@@ -20,7 +20,8 @@ class Prompt(NamedTuple):
     """One prompt: its ids, generation prompt included, and its row.
 
     `row` holds every column of the source, and `messages` (the prompt as chat messages), `answer` (ground truth, None
-    when unknown), `dataset`, and where there are any `response` (a reference reply), `ability`, `verifier`.
+    when unknown), `dataset`, and where there are any `response` (a reference reply), `ability`, `verifier`, `shown_tools` (those
+    that the prompt lists).
     """
 
     ids: list[int]
@@ -102,6 +103,8 @@ def _row(entry: DatasetEntry, conversation: Conversation, template: ChatTemplate
         column = entry.columns.get(key)
         if column is not None and column != key and column in conversation.row:
             row[key] = conversation.row[column]
+    if conversation.tools:
+        row["shown_tools"] = conversation.tools
     if conversation.reply is not None:
         row.setdefault("response", conversation.reply["content"])
     if row.get("answer") is None:

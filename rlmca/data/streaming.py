@@ -63,7 +63,7 @@ class RowStream:
         self._pending: list[Encoded] = []
         self._usable, self._cut = 0, 0
         self._found = False
-        """Whether any record so far gave a row."""
+        """Whether any record of this pass gave a row: sources may change while they are read again and again."""
 
     @property
     def epochs(self) -> float:
@@ -108,7 +108,7 @@ class RowStream:
     def _identity(self) -> dict[str, Any]:
         options = self.options
         return {
-            "stream": [f"{entry.where} {entry.described_columns()} {_size(entry)}" for entry in self._entries],
+            "stream": [f"{entry.where} {_part(entry)} {entry.described_columns()} {_size(entry)}" for entry in self._entries],
             "mixture": [options.mix_strategy, *options.interleave_probs],
             "max_samples": options.max_samples,
             "held_out": self._skipped,
@@ -145,7 +145,7 @@ class RowStream:
         cut = f" ({self._cut} cut to {self.options.cutoff_len} tokens)" if self._cut else ""
         self.log(f"{', '.join(self.options.dataset)}: pass {self.passes + 1} read, {self._usable} rows{cut}{dropped}")
         self.passes, self._draws, self._taken, self._cut = self.passes + 1, 0, 0, 0
-        self._usable = 0
+        self._usable, self._found = 0, False
         self.dropped = Dropped()
         self._records = self._shuffled(self.passes)
 
@@ -208,6 +208,13 @@ class RowStream:
         raise DataError(f"val_size {held} holds out more rows than the {found} usable ones of {', '.join(self.options.dataset)}")
 
 
+def _part(entry: DatasetEntry) -> str:
+    """Which rows of the source are meant."""
+    own = {"subset": entry.subset, "split": entry.split, "folder": entry.folder} if entry.hub is not None else {}
+    return " ".join(f"{key} {value}" for key, value in {**own, "num_samples": entry.num_samples}.items() if value is not None)
+
+
 def _size(entry: DatasetEntry) -> str:
+    """The bytes of each file, in the order in which they are read."""
     files = source_files(entry.path) if entry.path is not None else []
-    return f"({sum(file.stat().st_size for file in files)} bytes)" if files else ""
+    return f"({' + '.join(str(file.stat().st_size) for file in files)} bytes)" if files else ""

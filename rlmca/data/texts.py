@@ -49,9 +49,12 @@ class TextEncoder:
         good = [text for text in texts if isinstance(text, str)]
         ids = iter(self.tokenizer(good, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"] if good else [])
         return [
-            Outcome(index, [], text.reason) if isinstance(text, BadRow) else Outcome(index, self.pieces(next(ids)))
+            Outcome(index, [], text.reason) if isinstance(text, BadRow) else self._outcome(index, next(ids))
             for (index, _), text in zip(records, texts, strict=True)
         ]
+
+    def _outcome(self, index: int, ids: list[int]) -> Outcome:
+        return Outcome(index, self.pieces(ids)) if ids else Outcome(index, [], "no token in the text")  # some tokenizers drop characters
 
     def pieces(self, ids: list[int]) -> list[Encoded]:
         """The rows of a text's tokens."""

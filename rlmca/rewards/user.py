@@ -99,8 +99,9 @@ def user_reward(name: str, options: Mapping[str, Any]) -> Reward:
         except Exception as error:
             if len(samples) == 1:
                 return [Failure.of(error)]
-            return [verdict for sample in samples for verdict in score([sample])]
-        return checked(value, len(samples))
+        else:
+            return checked(value, len(samples))
+        return [verdict for sample in samples for verdict in score([sample])]  # outside: a traceback of its own for each
 
     return score
 

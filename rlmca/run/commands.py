@@ -159,6 +159,8 @@ def _prediction_rows(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBa
         }
         if sample.reward_parts:
             row |= {"reward": sample.reward, "reward_parts": dict(sample.reward_parts), "messages": sample.row.get("messages")}
+            if sample.row.get("shown_tools"):
+                row["tools"] = sample.row["shown_tools"]
         yield row
 
 

@@ -95,6 +95,8 @@ class Session:
         self.reached = False
         """True once an evaluation reached `stop_value`: the run is done before its last step."""
         self._skips = 0
+        self._goal_missed = False
+        """Whether it was said that evaluations have no `stop_metric`."""
         self._stop = StopSignal()
         self._ending = False
         self._interval: list[Mapping[str, float]] = []
@@ -233,7 +235,12 @@ class Session:
 
     def _at_goal(self, metrics: Mapping[str, float]) -> bool:
         goal, name = self.cfg.train.stop_value, self.cfg.train.stop_metric
-        if goal is None or name not in metrics:
+        if goal is None:
+            return False
+        if name not in metrics:
+            if not self._goal_missed and self.parallel.is_main:
+                note(f"warning: stop_metric {name} is none of this evaluation's metrics, and stop_value waits for it: {', '.join(metrics)}")
+            self._goal_missed = True
             return False
         lower = name.endswith(("loss", "perplexity"))
         return metrics[name] <= goal if lower else metrics[name] >= goal

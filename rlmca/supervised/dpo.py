@@ -91,11 +91,20 @@ def evaluate_pairs(
 
 
 def reference_identity(cfg: RunConfig, policy_folder: Path) -> str:
-    """What the reference's numbers depend on besides the pairs. Without ref_model it is the policy as it starts, adapters included."""
+    """What the reference's numbers depend on besides the pairs. Without ref_model it is the policy as it starts, adapters included.
+
+    Of the weights a part is read, so size and time of the files count too: a folder that was written to is another reference.
+    """
     computes = (cfg.engine, str(run_dtype(cfg)), sorted(dataclasses.asdict(cfg.megatron).items()) if cfg.engine == "megatron" else "")
-    if cfg.model.ref_model is not None:
-        return f"{weights_digest(resolve_model(cfg.model.ref_model, cfg.model))} {computes}"
-    return f"{weights_digest(policy_folder, adapter_folders(cfg))} {computes}"
+    folder = policy_folder if cfg.model.ref_model is None else resolve_model(cfg.model.ref_model, cfg.model)
+    adapters = adapter_folders(cfg) if cfg.model.ref_model is None else ()
+    return f"{weights_digest(folder, adapters)} {_written(folder)} {computes}"
+
+
+def _written(folder: Path) -> list[tuple[str, int, int]]:
+    """(name, bytes, time of the last change) of the files that say what a model is."""
+    files = (path for path in sorted(folder.iterdir()) if path.name == "config.json" or path.suffix in (".safetensors", ".bin"))
+    return [(path.name, status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()]]
 
 
 def build_policy(
@@ -138,7 +147,7 @@ def run(cfg: RunConfig) -> dict[str, float]:
         references: dict[str, ReferenceLogProbs] = {}
         eval_pairs = cfg.train.per_device_eval_batch_size * plan.data_parallel
         if loss.options.needs_reference:
-            identity = reference_identity(cfg, source.folder)
+            identity = parallel.broadcast_object(reference_identity(cfg, source.folder))  # each node may have files of its own
             read = {"": train, **(evals if cfg.train.eval_strategy != "no" or cfg.train.do_eval else {})}
             references = {name: ReferenceLogProbs(pairs, session.output_dir, identity) for name, pairs in read.items()}
         policy = build_policy(cfg, ranks, source.folder, references, eval_pairs)

@@ -70,6 +70,18 @@ def test_stage_pt_packs_unless_told_otherwise() -> None:
         ),
         ({**SFT, "overwrite_cache": True, "tokenized_path": "t"}, []),
         ({**GRPO, "buffer_size": 5, "preprocessing_batch_size": 5}, ["buffer_size", "preprocessing_batch_size"]),
+        ({**STREAM, "preprocessing_batch_size": 5}, ["preprocessing_batch_size"]),
+        (
+            {
+                **SFT,
+                "stage": "dpo",
+                "buffer_size": 5,
+                "overwrite_cache": True,
+                "preprocessing_batch_size": 5,
+                "data_shared_file_system": True,
+            },
+            ["buffer_size", "data_shared_file_system", "overwrite_cache", "preprocessing_batch_size"],
+        ),
     ],
 )
 def test_keys_without_effect_are_noted(values: dict[str, Any], noted: list[str]) -> None:

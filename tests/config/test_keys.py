@@ -82,6 +82,26 @@ def test_help_knows_every_name(name: str) -> None:
 def test_help_of_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown key, did you mean clip_ratio_low"):
         describe("clip_ratio_lo")
+    with pytest.raises(ConfigError, match="did you mean adapter_name_or_path"):  # a key, before the refused adapter_folder
+        describe("adapter_name")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("beta", ("kl_coef", "pref_beta")),
+        ("epsilon", ("clip_ratio_low", "clip_ratio_high")),
+        ("epsilon_high", ("clip_ratio_high",)),
+        ("num_iterations", ("updates_per_rollout",)),
+        ("reward_funcs", ("rewards",)),
+        ("loss_type", ("loss_agg", "pref_loss")),
+        ("mask_truncated_completions", ("mask_truncated",)),
+    ],
+)
+def test_names_of_trl_lead_to_the_key_of_the_same_meaning(name: str, words: tuple[str, ...]) -> None:
+    (found,) = errors({**GRPO, name: 2})
+    assert all(word in found for word in words) and "did you mean" not in found
+    assert set(words) <= set(keys())
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,17 @@ def test_the_resolved_file_loads_back_to_the_same_configuration(tmp_path: Path, 
 
 def test_no_secret_is_printed_or_written() -> None:
     cfg = make_config(
-        {**GRPO, "hf_hub_token": "hf_SECRET", "rewards": [{"name": "a.py:f", "options": {"api_key": "SECRET", "max_tokens": 3}}]}, env=MCA
+        {
+            **GRPO,
+            "hf_hub_token": "hf_SECRET",
+            "rewards": [
+                {
+                    "name": "a.py:f",
+                    "options": {"api_key": "SECRET", "OPENAI-API-KEY": "SECRET", "headers": {"Authorization": "SECRET"}, "max_tokens": 3},
+                }
+            ],
+        },
+        env=MCA,
     )
     text = to_yaml(cfg)
     assert "SECRET" not in text and "max_tokens: 3" in text

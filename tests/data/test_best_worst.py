@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from rlmca.cli.main import main
 from rlmca.data import ChatTemplate
-from rlmca.data.best_worst import PairRules, Reply, best_and_worst, pairs_of_rows
+from rlmca.data.best_worst import PairRules, Reply, best_and_worst, pairs_of_rows, write_ranking_set
+from rlmca.data.errors import Dropped
+from rlmca.data.formats import convert_rows
+from rlmca.data.info import resolve
 from rlmca.data.pairs import load_pairs
 from tests.helpers.datafiles import Options
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -124,3 +127,17 @@ def test_the_command_says_what_is_wrong(arguments: list[str], words: str, tmp_pa
 def test_rows_of_another_form_are_named() -> None:
     with pytest.raises(ValueError, match="row 2 has no messages, predict and reward"):
         pairs_of_rows([prediction("a?", "yes", 1.0), {"prompt": "x"}], PairRules())
+
+
+def test_tools_that_a_prompt_lists_stay_with_it(tmp_path: Path) -> None:
+    """Without them the pair would be of another prompt than the one that was answered."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    rows = [prediction("a?", "yes", 1.0, tools=[tool]), prediction("a?", "no", 0.0, tools=[tool]), prediction("a?", "?", -1.0)]
+    rows += [prediction("b?", "yes", 1.0), prediction("b?", "no", 0.0)]
+    found, without = pairs_of_rows(rows, PairRules())
+    assert [(row["rejected"]["content"], bool(row["tools"])) for row in found] == [("no", True), ("no", False)]
+    assert without == {"fewer than two different valid replies": 1}, "the same words without the tools are another prompt"
+    write_ranking_set(tmp_path / "pairs.jsonl", found, "pairs")
+    (entry,) = resolve(["pairs"], tmp_path)
+    read = convert_rows(entry, list(enumerate(found)), need_reply=False, dropped=Dropped())
+    assert [row.tools for row in read] == [[tool], None]

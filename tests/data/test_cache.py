@@ -138,3 +138,11 @@ def test_a_killed_writer_leaves_no_cache_and_two_at_once_leave_one(options: Opti
     (train, _), made = load_or_make(tmp_path / "cache", cache_key(options, encoder, 1), lambda: make(options, encoder))
     assert not made and train.fingerprint == make(options, encoder)[0].fingerprint
     assert len(list(tmp_path.glob("cache.partial-*"))) == 1, "the two that were not killed left none"
+
+
+def test_a_cache_is_made_anew_beside_what_a_killed_writer_left(options: Options, tmp_path: Path) -> None:
+    key = cache_key(options, encoder_of(options), 1)
+    for name in ("cache.old", "cache"):
+        load_or_make(tmp_path / name, key, lambda: make(options, encoder_of(options)))
+    made = load_or_make(tmp_path / "cache", key, lambda: make(options, encoder_of(options)), overwrite=True)
+    assert made[1] and (tmp_path / "cache.old").is_dir(), "a folder of a common name is nobody's to write to"

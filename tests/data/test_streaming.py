@@ -114,3 +114,25 @@ def test_no_more_of_a_file_is_read_than_is_needed(options: Options, tmp_path: Pa
     with path.open("a") as file:  # a list of all rows would not see what is written after the first was read
         file.write("".join(f'{{"instruction": "{i}", "output": "1"}}\n' for i in range(50, 20_000)))
     assert sum(1 for _ in rows) == 19_999
+
+
+def test_another_part_of_the_source_is_other_data(tmp_path: Path) -> None:
+    rows = [{"instruction": f"a {i}", "output": str(i)} for i in range(6)]
+    mine = write_set(tmp_path, rows, name="a", file="a.jsonl")
+    before = stream(mine)
+    before.next_rows()
+    state = json.loads(json.dumps(before.state_dict()))
+    info = json.loads((tmp_path / "dataset_info.json").read_text())
+    info["a"]["num_samples"] = 4
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.warns(UserWarning, match="data starts at 0"):
+        assert not stream(mine).load_state_dict(state)
+
+
+def test_a_source_that_is_emptied_while_it_is_read_ends_the_run(tmp_path: Path) -> None:
+    mine = write_set(tmp_path, [{"instruction": "a", "output": "1"}] * 3, name="a", file="a.jsonl")
+    rows = stream(mine)
+    rows.next_rows()
+    (tmp_path / "a.jsonl").write_text('{"instruction": "a", "output": ""}\n')
+    with pytest.raises(DataError, match="no usable row"):
+        rows.next_rows()

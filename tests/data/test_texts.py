@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
 from rlmca.data import ChatTemplate, DataError, Dataset, load_train_eval
 from rlmca.data.encoders import Encoder
@@ -94,3 +94,12 @@ def test_texts_are_held_out_as_rows(tmp_path: Path) -> None:
     encoder: Encoder = TextEncoder(options, tokenizer)
     train, evals = load_train_eval(options, ChatTemplate(tokenizer), encoder=encoder)
     assert (len(train), len(evals["eval"])) == (7, 3)
+
+
+def test_a_text_of_which_the_tokenizer_leaves_nothing_is_dropped_and_counted(tmp_path: Path) -> None:
+    """Its end alone would be a row without a target."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    rows = load(write_set(tmp_path, [{"text": "\u200b"}, {"text": "one"}], columns=COLUMNS), tokenizer)
+    assert len(rows) == 1 and all(any(row.mask) for row in rows)
+    assert [(row.index, row.reason) for row in rows.dropped] == [(0, "no token in the text")]

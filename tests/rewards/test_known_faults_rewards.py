@@ -254,3 +254,12 @@ def test_e4_a_part_of_weight_zero_does_not_make_an_invalid_sample_zero(tmp_path:
     samples = [sample("7", answer="7")]
     scored([none, RewardSpec("exact", weight=0.0)], samples)
     assert samples[0].reward is None and samples[0].reward_parts == {"none": None, "exact": 1.0}
+
+
+def test_a_function_that_raises_is_shown_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The batch is tried again one by one; the traceback is that of one try, not of a try inside another's handling."""
+    with caplog.at_level(logging.WARNING, "rlmca.rewards"):
+        samples = [sample("7"), sample("8")]
+        scored([user(tmp_path, "def fn(samples):\n    raise KeyError('solution')\n")], samples)
+    assert [one.reward for one in samples] == [None, None]
+    assert caplog.text.count("KeyError: 'solution'") == 1 and "During handling" not in caplog.text

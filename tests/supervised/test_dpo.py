@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,28 @@ def test_resume_is_exact_and_reads_the_reference_again(project: Path, whole: Pat
     monkeypatch.setattr(ReferenceLogProbs, "compute", lambda *_: pytest.fail("the reference was asked again"))
     train(dpo_options(project, output, max_steps=4, save_strategy="steps", save_steps=2, **HELD))
     assert losses(output) == losses(whole)
+
+
+def test_weights_that_were_written_anew_are_another_reference(project: Path, tmp_path: Path) -> None:
+    """Where the change is does not matter: of a model only a part is read to tell it from others."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(project / "model", folder)
+    options = dpo_options(project, tmp_path / "run", model_name_or_path=str(folder), max_steps=1)
+    train(options)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-20:] += 1.0
+    tensors["model.layers.0.mlp.up_proj.weight"][1:] *= 3.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    train({**options, "overwrite_output_dir": True})
+    assert abs(losses(tmp_path / "run")[0] - math.log(2)) < 1e-6, "the reference is the policy as it starts"
+
+
+def test_a_stop_metric_that_no_evaluation_has_is_said(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(dpo_options(project, tmp_path / "run", **{**HELD, "eval_steps": 1}, stop_value=0.1, stop_metric="eval_margin"))
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert said.count("stop_metric eval_margin is none of") == 1 and "eval_rewards/margins" in said
 
 
 @pytest.mark.parametrize("kind", ["orpo", "simpo"])

@@ -1,4 +1,4 @@
-"""Reinforcement-learning keys that come later."""
+"""Keys of reinforcement learning and of pairs that come later, or have another name here (TRL's, verl's, slime's)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,18 @@ RL: Mapping[str, Foreign] = {
     **refuse("advantage_estimator adv_estimator", "has another name here", "write advantage"),
     **refuse("eps_clip", "has two names here", "write clip_ratio_low and clip_ratio_high"),
     **refuse("eps_clip_high", "has another name here", "write clip_ratio_high"),
-    **refuse("beta", "has another name here", "write kl_coef"),
+    **refuse("beta", "has another name in each stage", "write kl_coef, in stage dpo pref_beta"),
+    **refuse("epsilon", "has two names here", "write clip_ratio_low and clip_ratio_high"),
+    **refuse("epsilon_high", "has another name here", "write clip_ratio_high"),
+    **refuse("num_iterations", "has another name here", "write updates_per_rollout"),
+    **refuse("reward_funcs", "has another name here", "write rewards"),
+    **refuse("reward_weights", "a weight stands with its function here", "write rewards: [{name: exact, weight: 0.5}]"),
+    **refuse("scale_rewards", "has another name here", "write advantage_std"),
+    **refuse("importance_sampling_level", "has another name here", "write rl_algorithm: gspo for ratios of whole replies"),
+    **refuse("mask_truncated_completions", "has another name here", "write mask_truncated"),
+    **refuse("loss_type", "has another name in each stage", "write rl_algorithm or loss_agg, in stage dpo pref_loss"),
+    **refuse("label_smoothing", "has another name here", "write dpo_label_smoothing"),
+    **refuse("rpo_alpha", "has another name here", "write pref_ftx"),
     **refuse("num_rollout", "has another name here", "write max_steps"),
     **refuse("hf_checkpoint", "has another name here", "write model_name_or_path"),
     **refuse("balance_data", "ranks get equal work wherever max_tokens_per_microbatch or packing is set", "leave it out"),
