@@ -99,7 +99,7 @@ def next_rows(order: ShuffledOrder, count: int, taken: set[int], curriculum: Cur
     left = order.num_rows
     if curriculum is not None:
         left = curriculum.left
-        taken.intersection_update(filter(curriculum.admits, list(taken)))  # one that left since is none of those in use
+        taken.intersection_update([row for row in taken if curriculum.admits(row)])  # one that left since is none of those in use
     while len(rows) < count:
         if len(taken) >= left:
             taken.clear()
