@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_ranks_on_ray_give_the_run_of_one_process(layout: str, project: Path, whole: Path, tmp_path: Path, ray_cluster: None) -> None:
     from rlmca.rl.grpo import run as run_grpo
@@ -122,6 +123,7 @@ def test_a_killed_driver_leaves_no_process(project: Path, tmp_path: Path) -> Non
         end_group(process)
 
 
+@pytest.mark.whole
 def test_sft_on_ray_is_the_run_under_torchrun(project: Path, tmp_path: Path) -> None:
     held = {"eval_dataset": "held", "do_eval": True}
     changes = {"tensor_model_parallel_size": 2, "max_steps": 4, **held}
