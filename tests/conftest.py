@@ -18,7 +18,7 @@ import pytest
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("whole", derandomize=True, deadline=None, max_examples=300)
 
-SERIAL_CASES = 3
+SERIAL_CASES = 2
 """Cases of one serial test that run without `--whole`; `@pytest.mark.cases(n)` on the test gives another number."""
 
 

@@ -18,6 +18,7 @@ TINY = ["tokens=40", "hidden=16", "vocab=101", "rounds=1", "steps=2", "error_tok
 
 
 @pytest.mark.serial
+@pytest.mark.whole
 def test_a_tiny_run_writes_every_figure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_bench("logprobs", tmp_path / "out.json", TINY) == 0
     figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))

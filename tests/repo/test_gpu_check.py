@@ -26,6 +26,7 @@ def script() -> Any:
 
 
 @pytest.mark.serial
+@pytest.mark.whole
 def test_a_cpu_equals_itself() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--device", "cpu"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_ranks_on_ray_give_the_run_of_one_process(layout: str, project: Path, whole: Path, tmp_path: Path, ray_cluster: None) -> None:
     from rlmca.rl.grpo import run as run_grpo
