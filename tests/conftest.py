@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -63,6 +64,13 @@ def _beyond_the_sample(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
         if len(found) > limit:
             left |= set(found) - set(random.Random(f"{seed} {name}").sample(found, limit))
     return left
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the pools of ranks with the folder of tests that used them: even without work their process groups poll."""
+    ranks = sys.modules.get("tests.helpers.ranks")
+    if ranks is not None and (nextitem is None or nextitem.path.parent != item.path.parent):
+        ranks.close_pools()
 
 
 @pytest.fixture
