@@ -49,7 +49,7 @@ def readings_on_rank(folder: Path, layout: Layout, checkpoint: Path) -> list[dic
     return found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -114,6 +114,7 @@ def test_resume_after_a_kill_is_the_uninterrupted_run(project: Path, whole: Path
             assert a[key] == b[key], f"{key} of step {a['current_steps']}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -134,6 +135,7 @@ def test_other_options_run(changes: dict[str, Any], project: Path, tmp_path: Pat
         assert "kl" not in lines[0] and max(line["logp_gap_max"] for line in lines) < 1e-5
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("key", "dtype", "gap"), [("bf16", torch.bfloat16, 0.5), ("fp16", torch.float16, 0.05)])
 def test_half_precision_runs(key: str, dtype: torch.dtype, gap: float, project: Path, tmp_path: Path) -> None:
     """Rollouts and the exported folder have the run's type; replies have the trainer's log-probs within its accuracy."""

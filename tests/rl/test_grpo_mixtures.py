@@ -38,6 +38,7 @@ def check_steps(output: Path, steps: int) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "stacked"),
     [

@@ -67,6 +67,7 @@ def test_the_exported_folder_is_what_was_evaluated(project: Path, whole: Path) -
     assert abs(found[-1]["eval_perplexity"] - math.exp(total / count)) < 1e-3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("processes", "changes"),
     [
@@ -90,6 +91,7 @@ def test_layouts_and_splits_give_the_same_run(processes: int, changes: dict, pro
         assert mine["total_tokens"] == expected["total_tokens"]
 
 
+@pytest.mark.whole
 def test_packed_rows_give_the_same_run_on_every_layout_and_engine(project: Path, tmp_path: Path) -> None:
     """Packs are made from the data alone; how many rows a step has is what a plain count of the packs says."""
     packed = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
@@ -109,6 +111,7 @@ def test_packed_rows_give_the_same_run_on_every_layout_and_engine(project: Path,
             assert abs(mine["loss"] - other["loss"]) < 1e-5 and mine["total_tokens"] == other["total_tokens"], name
 
 
+@pytest.mark.whole
 def test_experts_on_two_ranks_give_the_run_of_one_process(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", family="qwen3_moe")
     expected = tmp_path / "one"
@@ -123,6 +126,7 @@ def test_experts_on_two_ranks_give_the_run_of_one_process(tmp_path: Path) -> Non
         torch.testing.assert_close(p, q, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_resume_after_a_kill_is_the_uninterrupted_run(processes: int, project: Path, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"

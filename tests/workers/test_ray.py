@@ -75,6 +75,7 @@ def ray_ranks(cfg: RunConfig, world: int) -> Iterator[Any]:
         yield ranks
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.whole if n in ("one", "tp2_dp2") else []) for n in sorted(LAYOUTS)])
 def test_ray_ranks_compute_what_spmd_ranks_compute(layout: str, tmp_path: Path, ray_cluster: None) -> None:
     """Bit for bit: the same code runs on the same layout. The folder that rank 0 exports is that of the live weights."""
